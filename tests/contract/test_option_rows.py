@@ -1,11 +1,13 @@
 """Promises of the rows of options: what a value means, and what `varlen_attn` refuses of them."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
 
 import attnreg
+from attnreg.core.contract import options
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.options import OPTIONS
 from attnreg.core.launching import offsets, validation
@@ -148,8 +150,24 @@ def test_no_row_is_known_to_see_a_key_where_ranges_hide_keys():
 
 
 @pytest.mark.parametrize(
-    ("other", "own"), [("causal", "is_causal"), ("softmax_scale", "scale"), ("attn_mask", "key_ranges")]
+    ("other", "own"),
+    [
+        ("causal", "is_causal"),
+        ("softmax_scale", "scale"),
+        ("attn_mask", "key_ranges"),
+        ("s_aux", "sinks"),
+        ("is_casual", "is_causal"),
+        ("window", "window_size"),
+        ("enable_gpa", "enable_gqa"),
+        ("return_lse", "return_aux"),
+        ("bakend", "backend"),
+    ],
 )
-def test_the_names_of_other_functions_lead_to_varlen_attns(other, own):
+def test_names_of_other_functions_and_misspelt_names_lead_to_varlen_attns(other, own):
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{other}'; did you mean '{own}'"):
         attend(**{other: None})
+
+
+def test_the_arguments_that_are_suggested_exist():
+    for function in (attnreg.varlen_attn, attnreg.explain):
+        assert set(options.ARGUMENTS) <= set(inspect.signature(function).parameters)

@@ -131,12 +131,16 @@ def test_forward_mode_ad_is_an_error_not_a_lost_tangent(front, packed):
     query, *rest = packed(LENGTHS, grad=False)
     for _ in range(3):
         attend((query, *rest))
-    with pytest.raises(NotImplementedError, match="jvp"):
+    refusal = r"attnreg\.varlen_attn is not differentiable in forward mode \(jvp"
+    for transform in (torch.func.jacfwd, torch.func.hessian):
+        with pytest.raises(NotImplementedError, match=refusal):
+            transform(lambda q: attend((q, *rest)).sum())(query)
+    with pytest.raises(NotImplementedError, match=refusal):
         torch.func.jvp(lambda q: attend((q, *rest)), (query,), (query,))
     dual = torch.autograd.forward_ad
     for needs_gradient in (False, True):
         leaf = query.clone().requires_grad_(needs_gradient)
-        with dual.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        with dual.dual_level(), pytest.raises(NotImplementedError, match=refusal):
             attend((dual.make_dual(leaf, query), *rest))
 
 

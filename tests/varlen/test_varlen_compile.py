@@ -24,6 +24,7 @@ from support.packed_calls import (
 from support.processes import forked
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import attnreg
 from attnreg.core.contract.backend import Call
@@ -194,6 +195,45 @@ def test_one_graph_serves_every_window(packed):
     for left in (2, 5, 3, 7):
         run_and_compare(inputs, {"window": (left, 1)}, attend, window_size=(left, 1))
     assert counter.frame_count == 1
+
+
+def test_checkpointed_layers_with_a_softcap_share_one_dynamic_graph(packed, ran):
+    """Bounds of the softcap that became symbols would belong to the first layer's checkpoint alone."""
+    *inputs, cu, _, longest, _ = packed(LENGTHS_Q)
+
+    def layer(query, key, value, cu, longest):
+        return attnreg.varlen_attn(query, key, value, cu, cu, longest, longest, softcap=0.8)
+
+    def twice(query, key, value, cu, longest):
+        query = checkpoint(layer, query, key, value, cu, longest, use_reentrant=False)
+        return checkpoint(layer, query, key, value, cu, longest, use_reentrant=False)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    results = with_gradients(compiled(twice, counter, dynamic=True), inputs, cu, longest)
+    assert counter.frame_count == 1
+    assert total(ran()) == (4, 2)  # checkpoints repeat both forwards
+    torch.testing.assert_close(results, with_gradients(twice, inputs, cu, longest))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_code_with_a_softcap_out_of_range_has_the_error_of_eager_code(packed, fullgraph):
+    attend = torch.compile(
+        functools.partial(attnreg.varlen_attn, softcap=-1.0), backend="eager", fullgraph=fullgraph
+    )
+    with pytest.raises(
+        InvalidInputError, match=r"softcap: got -1\.0, expected 0 for none, or a number above 0"
+    ):
+        attend(*packed((3, 4)))
+
+
+def test_longest_lengths_that_are_tensors_break_the_graph_and_are_right(packed, ran):
+    attend = torch.compile(
+        lambda *call, **options: attnreg.varlen_attn(*call, **options), backend="aot_eager"
+    )
+    for lengths in BATCHES[:2]:
+        *inputs, cu, _, longest, _ = packed(lengths)
+        run_and_compare((*inputs, cu, cu, torch.tensor(longest), torch.tensor(longest)), attend=attend)
+    assert total(ran()) == (2, 2)
 
 
 def test_marked_dimensions_are_compiled_once(packed):

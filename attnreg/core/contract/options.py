@@ -11,7 +11,6 @@ backend declares it by its name in `Capabilities.options`, and a kernel reads it
 
 from __future__ import annotations
 
-import math
 import operator
 import reprlib
 import sys
@@ -159,27 +158,38 @@ class Option:
         """
         if self.is_tensor or value is self.off:
             return value
-        what = self.argument or self.name
         if self.values == "function":
             if not callable(value):
-                raise InvalidInputError(f"{what}: got {value!r}, expected {self.expected}")
+                raise self._wrong(value)
             return value
+        number = self.number(value)
+        if number != self.off and not self.low <= number <= self.high:
+            raise self._wrong(value)
+        return number
+
+    def number(self, value: Any) -> float:
+        """Return a number as Python's own, whatever its range.
+
+        Raises:
+            InvalidInputError: it is no number, or a tensor that needs a gradient.
+        """
         # Dynamo can't look for attributes of a number that it traces.
-        is_number = isinstance(value, (int, float))
-        if not is_number and getattr(value, "requires_grad", False):
+        if not isinstance(value, (int, float)) and getattr(value, "requires_grad", False):
             raise InvalidInputError(
-                f"{what}: got a tensor that needs a gradient, expected a number, as it gets none"
+                f"{self.argument or self.name}: got a tensor that needs a gradient, expected a number, as it "
+                "gets none"
             )
         try:
             if self.values == "integer":
-                number: float = operator.index(value)
-            else:
-                number = math.nan if isinstance(value, str) else float(value)
+                return operator.index(value)
+            if not isinstance(value, str):
+                return float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            number = math.nan
-        if number != self.off and not self.low <= number <= self.high:
-            raise InvalidInputError(f"{what}: got {value!r}, expected {self.expected}")
-        return number
+            pass
+        raise self._wrong(value)
+
+    def _wrong(self, value: Any) -> InvalidInputError:
+        return InvalidInputError(f"{self.argument or self.name}: got {value!r}, expected {self.expected}")
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -244,8 +254,13 @@ OPTIONS: tuple[Option, ...] = (
 )  # fmt: skip
 
 
-# The names that arguments have in SDPA and in flash-attn's functions, and the argument of `varlen_attn`.
-OTHER_NAMES = {"causal": "is_causal", "softmax_scale": "scale", "attn_mask": "key_ranges"}
+# The names that arguments have in SDPA, flash-attn and transformers, and the argument of `varlen_attn`.
+OTHER_NAMES = {
+    "causal": "is_causal", "softmax_scale": "scale", "attn_mask": "key_ranges", "s_aux": "sinks",
+}  # fmt: skip
+
+# Arguments of `varlen_attn` and `explain` with defaults, which are no options.
+ARGUMENTS = ("is_causal", "return_aux", "scale", "window_size", "enable_gqa", "backend")
 
 
 def options_of(arguments: Mapping[str, Any], function: str = "varlen_attn") -> dict[str, Any]:
@@ -255,11 +270,12 @@ def options_of(arguments: Mapping[str, Any], function: str = "varlen_attn") -> d
         TypeError: the function has no such argument.
         InvalidInputError: a number is out of range.
     """
-    rows = {row.argument: row for row in OPTIONS if row.argument is not None}
+    rows = {row.argument: row for row in OPTIONS if row.argument}
     for argument in arguments:
         if argument not in rows:
             known = OTHER_NAMES.get(argument)
-            hint = f"; did you mean {known!r}?" if known else did_you_mean(argument, filter(None, rows))
+            near = did_you_mean(argument, (*rows, *ARGUMENTS))
+            hint = f"; did you mean {known!r}?" if known else near
             raise TypeError(f"{function}() got an unexpected keyword argument {argument!r}{hint}")
     return {
         rows[argument].name: rows[argument].checked(value)

@@ -85,7 +85,8 @@ def tail_of(options: Mapping[str, Any], backend: str, needs_backward: bool) -> l
     for row in [row for row in _options("forward") if row.values != "function"]:
         value = options.get(row.argument or row.name, row.off)
         if row.values == "number":
-            value = row.checked(value) if row.is_on(value) else row.off
+            # The op checks the range when it runs. Dynamo makes symbols of a row's bounds in dynamic graphs.
+            value = row.number(value) if row.is_on(value) else row.off
         arguments[row.name] = value
     return [arguments[name] for name in _FORWARD]
 
@@ -343,6 +344,12 @@ class Transformable(torch.autograd.Function):
         the forward's third result, or None.
         """
         return _gradients(_TransformableBackward.apply, ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *_tangents: Any) -> Any:
+        raise NotImplementedError(
+            "attnreg.varlen_attn is not differentiable in forward mode (jvp, jacfwd, hessian)"
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:

@@ -110,7 +110,8 @@ def varlen_attn(
         value: as key, with any head dim D_v that the backend takes.
         cu_seq_q: int32 (B + 1,), where each sequence of the query begins, and the end of the last.
         cu_seq_k: the same for key and value; None with a `block_table`.
-        max_q: the longest sequence of the query, in tokens (larger is allowed).
+        max_q: the longest sequence of the query, in tokens (larger is allowed). A tensor () is read: under
+            torch.compile a graph break.
         max_k: the same for the key.
         is_causal: whether to hide later keys, aligned bottom-right; the same as `window_size=(-1, 0)`.
         return_aux: `AuxRequest(lse=True)` to have the LSE returned, too.
@@ -236,8 +237,9 @@ def _attend_unspread(
         others, functions = others + functions, []
     if others and not (plain or compiling):
         _refuse(others[0], options)
-    # The op has a number for a scale. Another graph for each number that is read would be compiled in vain.
-    is_read = compiling and scale is not None and not isinstance(scale, (int, float))
+    # The op has numbers for these. Another graph for each number that is read would be compiled in vain.
+    is_read = scale is not None and not isinstance(scale, (int, float))
+    is_read = compiling and (is_read or any(isinstance(longest, Tensor) for longest in lengths[2:]))
     if others or plain or is_read:
         attend = _attend_uncompiled if compiling else _attend
         return attend(query, key, value, lengths, scale, bound, options, backend, returns_lse or compiling)
