@@ -9,7 +9,9 @@ from types import MappingProxyType
 import pydantic
 import pytest
 import torch
+import torch.nn.functional as F
 from support.refusals import refusal
+from torch.testing import assert_close
 
 import attnreg
 from attnreg.core.settings.config import (
@@ -79,6 +81,31 @@ def test_an_empty_file_gives_the_defaults(write, text):
         "masks": "as_given", "on_error": "raise", "tuned": None, "devices": {}, "modules": {},
             "lock": None, "build": "background", "transformers": "off",
     }  # fmt: skip
+
+
+ASKING_NOTHING = {
+    "empty": "",
+    "comments": '# [devices.cpu]\n# order = ["math"]\n',
+    "what else a rollout sets": 'on_error = "native"\nstrict = false\nlog_level = "info"\nbuild = "off"\n',
+    "modules that nothing assigns": '[modules]\n"*.attention" = "math"\n',
+}
+
+
+@pytest.mark.parametrize("text", ASKING_NOTHING.values(), ids=ASKING_NOTHING)
+@pytest.mark.parametrize("way", ["the variable", "configure"])
+def test_a_file_that_asks_for_no_backend_leaves_torchs_kernels(write, monkeypatch, ran, text, way):
+    query = torch.randn(1, 2, 4, 8)
+    torchs_own = F.scaled_dot_product_attention(query, query, query)
+    if way == "configure":
+        attnreg.configure(write(text))
+    else:
+        monkeypatch.setenv("ATTNREG_CONFIG", str(write(text)))
+        attnreg.reload()
+    assert F.scaled_dot_product_attention(query, query, query).equal(torchs_own)
+    assert ran() == {}
+    attnreg.configure(write('[devices.cpu]\norder = ["math"]\n'))
+    assert_close(F.scaled_dot_product_attention(query, query, query), torchs_own)
+    assert ran() == {"math": (1, 0)}
 
 
 KEYS = "unknown key, expected one of strict, disabled, log_level, policy, masks, on_error, tuned, lock, build"

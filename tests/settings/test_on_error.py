@@ -50,6 +50,9 @@ def test_faulty_variables_and_files_are_left_out_and_said(
     (message,) = errors()
     assert message.startswith("attnreg's settings are left out, as on_error = \"native\" asks: torch's own")
     assert policy.left_out() and message.endswith(policy.left_out())
+    (note,) = (note for note in attnreg.explain(query, query, query).notes if "left out" in note)
+    fault = " ".join(policy.left_out().split())
+    assert note == f'settings are left out, as on_error = "native" asks: {fault}'
     attnreg.register_backend("math")
     F.scaled_dot_product_attention(query, query, query)
     assert ran() == {"math": (1, 0)}, "what the program asks for applies"

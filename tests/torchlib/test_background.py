@@ -427,7 +427,7 @@ def set_home(home):
 
 def without_home(patch, _):
     patch.delenv("XDG_CACHE_HOME")
-    patch.setattr(Path, "home", lambda: refuse(RuntimeError("no home")))  # as Python does
+    patch.setattr(Path, "home", lambda: refuse(RuntimeError("no home.")))  # as Python does
 
 
 # What the line says, and what brings it about.
@@ -442,7 +442,7 @@ PROBLEMS = {
     "HOME must be an absolute path, got ''": set_home(""),
     "HOME must be an absolute path, got 'relative'": set_home("relative"),
     "false says exit status 1": let_the_compiler_fail,
-    "no home": without_home,
+    "no home: set XDG_CACHE_HOME, or HOME": without_home,
     "is no Python to compile with; `attnreg build` does it": lambda patch, _: patch.setattr(
         sys, "executable", "/opt/application"
     ),

@@ -579,10 +579,10 @@ def served(monkeypatch):
     """Return what runs a program that explains, registers a backend and makes a call of each kind."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
-    def run(home, case):
+    def run(home, case, mode="background"):
         # Without torch's hook, as what can't be read can't be read from the start.
         hookless = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        variables = {"HOME": str(home), "ATTNREG_BUILD": "background", "CXX": "/bin/false"}
+        variables = {"HOME": str(home), "ATTNREG_BUILD": mode, "CXX": "/bin/false"}
         done = forked(PROGRAM, case, cwd="/", **variables, **hookless)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.splitlines()
@@ -596,10 +596,11 @@ UNREADABLE = "hidden", "its folders are hidden", pytest.param("another user", ma
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_a_home_folder_that_cannot_be_read_is_one_line(served, tmp_path, case):
+@pytest.mark.parametrize("mode", ["background", "off"])
+def test_a_home_folder_that_cannot_be_read_is_one_line(served, tmp_path, case, mode):
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
-    problem, calls = served(home, case)
+    problem, calls = served(home, case, mode)
     assert problem.startswith("attnreg runs without its compiled part: ") and "Permission denied" in problem
     assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"
 

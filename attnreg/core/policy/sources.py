@@ -37,7 +37,7 @@ from attnreg.core.torchlib import building
 from attnreg.errors import AttnregError, BuildError, ConfigError, UnknownBackendError
 
 if TYPE_CHECKING:
-    from attnreg.core.settings.config import LoadedSettings
+    from attnreg.core.settings.config import LoadedSettings, Settings
 
 log = logging.getLogger("attnreg")
 
@@ -328,22 +328,31 @@ def _strongest(now: Sources, field: str) -> tuple[Any, str]:
 
 
 def without_implementation(now: Sources) -> Sources:
-    """Return the sources without empty settings and without variables that don't affect which backend runs.
+    """Return the sources without settings and variables that don't affect which backend runs.
 
     A variable that switches something off counts as unset here. (It still overrides a file.)
     """
-    program, file = (s if s and s.settings.model_fields_set else None for s in (now.program, now.file))
     variables = now.environment
     off = {"strict": False, "masks": AS_GIVEN, "transformers": "0"}
     unset = {name: getattr(UNSET, name) for name, value in off.items() if getattr(variables, name) == value}
+    loaded = (now.program, now.environment_file, now.file)
+    program, environment_file, file = (s if s and _affects_choice(s.settings) else None for s in loaded)
     return replace(
         now,
         environment=variables._replace(
-            routers="", build="", as_flash_attn=None, on_error="", stats=None, **unset
+            config=None, routers="", build="", as_flash_attn=None, on_error="", stats=None, **unset
         ),
         program=program,
+        environment_file=environment_file,
         file=file,
     )
+
+
+def _affects_choice(settings: Settings) -> bool:
+    """Whether settings affect which backend runs, beyond the modules that the program itself assigns."""
+    off = {"strict": False, "masks": AS_GIVEN, "transformers": "off"}
+    names = {name for name in settings.model_fields_set if off.get(name) != getattr(settings, name)}
+    return bool(names - {"log_level", "on_error", "build", "modules"})
 
 
 def only_records(now: Sources) -> bool:

@@ -74,8 +74,10 @@ def ensure_built() -> None:
             wait_built()
         elif mode == "background" and _missing():
             _start()
-        elif mode == "off" and (unused := _list_unused()):
-            raise BuildError(unused[0])  # `_log_errors` adds the other reasons
+        elif mode == "off":
+            for library in LIBRARIES:
+                if unused := libraries.why_not_used(library):  # raises where the folder can't be looked into
+                    raise BuildError(unused)  # `_log_errors` adds the other reasons
 
 
 def require_kernel(is_required: bool) -> None:

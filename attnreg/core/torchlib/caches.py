@@ -29,7 +29,7 @@ def folder(purpose: str) -> Path:
         except RecursionError:
             raise  # a RuntimeError, too, but of a program that recurses
         except RuntimeError as error:
-            raise OSError(str(error)) from error
+            raise OSError(f"{str(error).rstrip('.')}: set XDG_CACHE_HOME, or HOME") from error
     return Path(base, "attnreg", purpose)
 
 

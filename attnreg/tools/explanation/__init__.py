@@ -23,6 +23,7 @@ from attnreg.core.dispatch import counters, declined, scope
 from attnreg.core.dispatch.kinds import builds_by_times
 from attnreg.core.dispatch.planning import Native, decide, entries_with_native
 from attnreg.core.dispatch.state import FEW_SHAPES, State, state
+from attnreg.core.policy import current
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.core.selection.render import option_lines
@@ -306,6 +307,8 @@ def _serves(now: State, leading: Preference | None) -> bool:
 
 def _front_notes(front: str, leading: Preference | None) -> Iterator[str]:
     """Yield what holds where nothing asks for a backend; `front` is what runs as explained all the same."""
+    if fault := current.left_out():  # else the answer reads as if nobody had asked
+        yield f'settings are left out, as on_error = "native" asks: {one_line([fault])}'
     if not _serves(state(), leading):
         as_explained = f"{front} runs as explained, " if front else ""
         yield f"{NOBODY_ASKS}{as_explained}torch's functions run torch's own kernels"
