@@ -113,10 +113,10 @@ def test_masks_without_structure_go_on_as_given_bit_for_bit(seen):
     generator = torch.Generator().manual_seed(0)
     inputs = dense.qkv(dtype=torch.bfloat16)
     masks = [torch.rand(2, 1, 6, 6, generator=generator) < 0.6 for _ in range(10)]
-    attnreg.configure({"masks": "as_given"})
+    attnreg.configure({"policy": "order", "masks": "as_given"})
     expected = [attend(inputs, mask) for mask in masks]
     assert seen() == {}
-    attnreg.configure({"masks": "recognise"})
+    attnreg.configure({"policy": "order", "masks": "recognise"})
     for mask, right in zip(masks, expected, strict=True):
         assert all(map(torch.equal, attend(inputs, mask), right))
     assert seen() == {GAPS: 10}
