@@ -233,7 +233,7 @@ def follow() -> None:
         if current is torchs or current is looking:  # a wrapper of other code stays
             setattr(place, name, looking if wanted else torchs)
         if wanted and name == SDPA_NAME and (compiled := call_cache.active) is not None:
-            compiled.pass_unmasked(type(looking).__call__)  # only the calls: Dynamo traces the code
+            compiled.pass_unmasked(type(looking), torchs, globals())  # Dynamo traces `__call__`
 
 
 def _first_looks(

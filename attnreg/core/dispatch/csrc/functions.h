@@ -23,47 +23,45 @@ inline void have_called_by(PyObject* function, vectorcallfunc call) {
 #endif
 }
 
-// Whether a call of SDPA has a mask, by place or by name. `count` arguments have places; the first is the replacement.
-inline bool has_mask(PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
-  constexpr Py_ssize_t place = 4;  // after the replacement, query, key and value
+// Whether a call of SDPA has a mask, by place or by name.
+inline bool has_mask(PyObject* arguments, PyObject* named) {
+  constexpr Py_ssize_t place = 3;  // after query, key and value
   static PyObject* const name = PyUnicode_InternFromString("attn_mask");
-  if (count > place) {
-    return arguments[place] != Py_None;
+  if (PyTuple_GET_SIZE(arguments) > place) {
+    return PyTuple_GET_ITEM(arguments, place) != Py_None;
   }
-  for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names); i++) {
-    if (PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) == 0) {
-      return arguments[count + i] != Py_None;
-    }
-  }
-  return false;
+  PyObject* mask = named ? PyDict_GetItemWithError(named, name) : nullptr;
+  return mask && mask != Py_None;
 }
 
-// Calls `looking` of `aten.bypassed`. A call of SDPA without a mask goes to torch's function at once, unless somebody
-// observes calls, or a function mode has to see them.
-inline PyObject* call_looking(PyObject* looking, PyObject* const* arguments, size_t flags, PyObject* names) {
+inline ternaryfunc call_by_class = nullptr;  // calls an object by the `__call__` of its class
+inline PyObject *torchs_sdpa = nullptr, *names_of_bypassed = nullptr;
+
+// Calls the object in the place of SDPA: see `aten.bypassed`. A call without a mask goes to torch's function at once,
+// unless somebody observes calls, or a function mode has to see them. That takes the packed arguments as they are.
+inline PyObject* call_unmasked(PyObject* looking, PyObject* arguments, PyObject* named) {
   static PyObject* const observes = PyUnicode_InternFromString("_observes");
-  static PyObject* const torchs = PyUnicode_InternFromString("_run");
-  const Py_ssize_t count = PyVectorcall_NARGS(flags);
-  const bool is_plain = count > 0 && !has_mask(arguments, count, names) &&
-      at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
-      PyDict_GetItemWithError(PyFunction_GET_GLOBALS(looking), observes) == Py_False;
-  PyObject* run = is_plain ? PyObject_GenericGetAttr(arguments[0], torchs) : nullptr;
-  if (!run) {
-    PyErr_Clear();
-    return call_as_written(looking, arguments, flags, names);
-  }
-  PyObject* result = PyObject_Vectorcall(run, arguments + 1, static_cast<size_t>(count) - 1, names);
-  Py_DECREF(run);
-  return result;
+  const bool is_plain = !has_mask(arguments, named) && at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
+      PyDict_GetItemWithError(names_of_bypassed, observes) == Py_False;
+  return is_plain ? PyObject_Call(torchs_sdpa, arguments, named) : call_by_class(looking, arguments, named);
 }
 
-// pass_unmasked(looking): have calls of the function made here.
-inline PyObject* pass_unmasked(PyObject*, PyObject* looking) {
-  if (!PyFunction_Check(looking)) {
-    PyErr_SetString(PyExc_TypeError, "pass_unmasked: expected a function of Python's");
+// pass_unmasked(class, torchs, names): have the object of the class called here; torch's function, which it replaces;
+// the names of `aten.bypassed`.
+inline PyObject* pass_unmasked(PyObject*, PyObject* args) {
+  PyObject *looking = nullptr, *torchs = nullptr, *names = nullptr;
+  if (!PyArg_ParseTuple(args, "O!OO!", &PyType_Type, &looking, &torchs, &PyDict_Type, &names)) {
     return nullptr;
   }
-  have_called_by(looking, call_looking);
+  auto* type = reinterpret_cast<PyTypeObject*>(looking);
+  if (type->tp_call != call_unmasked) {
+    Py_INCREF(torchs);
+    Py_INCREF(names);
+    torchs_sdpa = torchs;
+    names_of_bypassed = names;
+    call_by_class = type->tp_call;
+    type->tp_call = call_unmasked;  // `__call__`, which Dynamo traces, stays what it is
+  }
   Py_RETURN_NONE;
 }
 

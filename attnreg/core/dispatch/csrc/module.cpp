@@ -196,7 +196,7 @@ PyMethodDef functions[] = {
     {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
     {"watch", watch, METH_VARARGS, "Look at a context variable before a forward: it may contain a choice. Whether autograd's threads inherit it; the names of `torch.compiler`; the function that returns Dynamo's callback."},
     {"forget_choices", forget_choices, METH_NOARGS, "This thread has entered or left a choice: read the context variable anew."},
-    {"pass_unmasked", pass_unmasked, METH_O, "Call the function that looks at calls of SDPA from here: without a mask to look at, torch's."},
+    {"pass_unmasked", pass_unmasked, METH_VARARGS, "Have the object of a class called from here, or torch's SDPA if there is no mask to look at; the names of `aten.bypassed`."},
     {"take_over", take_over, METH_O, "Call a function that runs a method in the block of a module from here."},
     {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is called anew."},
     {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`, and count sinks in their results."},
