@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from typing import NamedTuple
 
 import pytest
 from support.tuned import point, spec_with, took
@@ -208,13 +209,22 @@ def test_the_host_time_of_shared_heads_is_their_own_or_else_that_of_such_a_shape
     assert first(many) == ("a", 20.0 * USUAL_HOST)
 
 
-def level_order(a, b, both=None):
+class Far(NamedTuple):
+    """A source of a prediction, at a distance in powers of two."""
+
+    distance: float
+    size: str = ""
+    itself: bool = False
+
+
+def level_order(a, b, both=None, distances=()):
     """Return the first of two backends, by GPU and host times; `both` are costs with a gradient."""
     candidates = [
         Candidate(name, max(times), *times, both_us=cost, by_host=times[1] > times[0])
         for name, times, cost in zip("ab", (a, b), both or (None, None), strict=True)
     ]
-    return reordered(["a", "b"], {"a", "b"}, Prediction("t", tuple(candidates), ()))[0]
+    prediction = Prediction("t", tuple(candidates), tuple(map(Far, distances)))
+    return reordered(["a", "b"], {"a", "b"}, prediction)[0]
 
 
 def test_of_backends_that_take_as_long_the_first_takes_the_host_least_or_with_a_gradient_is_the_default():
@@ -225,6 +235,19 @@ def test_of_backends_that_take_as_long_the_first_takes_the_host_least_or_with_a_
     assert level_order((100.0, 30.0), (103.0, 20.0)) == "a"  # not as fast
     assert level_order((100.0, 30.0), (101.0, 20.0), both=(300.0, 299.0)) == "a"
     assert level_order((100.0, 30.0), (101.0, 20.0), both=(300.0, 290.0)) == "b"
+
+
+def test_far_from_measured_calls_a_backend_that_takes_the_host_less_needs_a_larger_lead_to_lose():
+    for distances, first in (((), "a"), ((0.5, 2.0), "a"), ((0.9, 2.0), "b"), ((2.0,), "b")):
+        assert level_order((100.0, 30.0), (106.5, 20.0), distances=distances) == first
+    far = (9.0,)
+    assert level_order((100.0, 30.0), (109.0, 20.0), distances=far) == "b"
+    assert level_order((100.0, 30.0), (111.0, 20.0), distances=far) == "a"  # at most a tenth is chance
+    assert level_order((106.5, 20.0), (100.0, 30.0), distances=far) == "a"
+    # It has to take the host less, and the GPU no longer: on a fast host the first takes 12.
+    assert level_order((100.0, 30.0), (106.5, 30.0), distances=far) == "a"
+    assert level_order((12.0, 39.0), (42.0, 20.0), distances=far) == "a"
+    assert level_order((100.0, 30.0), (106.5, 20.0), both=(300.0, 320.0), distances=far) == "a"
 
 
 def test_of_times_on_the_device_two_percent_count_also_in_a_capture():

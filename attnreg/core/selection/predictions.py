@@ -18,6 +18,11 @@ from attnreg.core.settings.environment import REFERENCE
 # 1.7 % if the table's host times were measured in fewer rounds.
 MARGIN, HOST_MARGIN = 0.02, 0.05
 
+# The farther the measured calls, the less a lead says. For each power of two of the distance so much more of
+# it is chance, up to the second number. By the times of 985 random shapes no run of `selection.md` loses more
+# so, and 31 forwards lose over 15 % in place of 33.
+DISTANCE_MARGIN, MOST_MARGIN = 0.06, 0.10
+
 # How many times a measured kernel's time an unmeasured kernel is assumed to take, where the measured kernel
 # builds something for each new shape. Torch's efficient kernel takes twice cuDNN's time without building
 # (`docs/results/fresh.md`). Building takes cuDNN 50 ms, as long as a thousand small calls.
@@ -155,10 +160,11 @@ def _builds_long(candidate: Candidate) -> bool:
 def _by_cost(default: Sequence[str], able: Container[str], prediction: Prediction) -> list[str]:
     known = {name: candidate for name in default if (candidate := prediction.of(name)) is not None}
     costs = {name: candidate.rank_us for name, candidate in known.items() if candidate.rank_us is not None}
-    best = min((cost for name, cost in costs.items() if name in able), default=0.0)
-    level = [name for name, cost in costs.items() if name in able and cost <= _within(best, known[name])]
-    first = min(level, key=lambda name: _host_alone(known[name]), default=None)
-    by_cost = sorted(costs, key=lambda name: (name != first, costs[name]))
+    within = [known[name] for name in costs if name in able]
+    best = min(within, key=_cost, default=None)
+    level = [each for each in within if best is not None and _is_level(each, best, prediction)]
+    first = min(level, key=_host_alone, default=None)
+    by_cost = sorted(costs, key=lambda name: (known[name] is not first, costs[name]))
     failed = [name for name in known if name not in costs]
     if prediction.leads:
         others = default if prediction.rest is None else reordered(default, able, prediction.rest)
@@ -177,6 +183,20 @@ def _host_alone(candidate: Candidate) -> float:
     return candidate.host_us if candidate.both_us is None else 0.0
 
 
-def _within(best: float, candidate: Candidate) -> float:
-    """Return up to which cost a candidate is as fast as the best, chance aside."""
-    return best * (1 + (HOST_MARGIN if candidate.by_host else MARGIN))
+def _cost(candidate: Candidate) -> float:
+    """Return what a candidate that may be chosen is ranked by."""
+    return candidate.rank_us or 0.0
+
+
+def _is_level(candidate: Candidate, best: Candidate, prediction: Prediction) -> bool:
+    """Whether a candidate is as fast as the best, chance aside.
+
+    Far from the measured calls more counts as chance, if the candidate takes the host less. Its GPU time has
+    to be level, too: on a fast host that is what a call takes.
+    """
+    if _cost(candidate) <= _cost(best) * (1 + (HOST_MARGIN if candidate.by_host else MARGIN)):
+        return True
+    distance = min((point.distance for point in prediction.points), default=0.0)
+    most = 1 + min(MARGIN + DISTANCE_MARGIN * distance, MOST_MARGIN)
+    times = (_cost(candidate), _cost(best)), (candidate.gpu_us, best.gpu_us)
+    return _host_alone(candidate) < _host_alone(best) and all(own <= most * least for own, least in times)
