@@ -1,9 +1,11 @@
 """Promises of programs: C++ and Python run the same, within bounds, and errors of functions are told."""
 
+import dataclasses
+
 import pytest
 import torch
 from support.launcher_kinds import PACKED, assert_equal, forward_function, tensors
-from support.program_calls import InPrograms
+from support.program_calls import InPrograms, keys_as_pages
 
 from attnreg.core.launching import programs
 from attnreg.core.launching.programs import ANY, BufferSize, Bundle, Computed, FunctionCall, Operand
@@ -48,6 +50,42 @@ def test_sizes_follow_from_a_packed_calls_lengths_and_arguments_are_passed_as_th
     assert_equal(given[:3], [q, k, v])
     assert (scale, nothing, number, tuple(array)) == (2.0, None, 7, (None,))
     assert padded.shape == (16,)  # (2 sequences + 6 tokens + 3) // 4 * 8
+
+
+def test_rows_are_read_as_pages_that_overlap_where_offsets_say_and_longer_pages_are_left_to_python(
+    packed_plan,
+):
+    kernel = InPrograms("forward", PACKED)
+    kernel.program = keys_as_pages(tile=4)
+    kernel.launcher = dataclasses.replace(kernel.launcher, takes=("seqused_k",))
+    packed_plan.forward = kernel.launcher
+    q, k, v = tensors(PACKED)  # six rows
+
+    def offsets(*numbers):
+        return torch.tensor(numbers, dtype=torch.int32)
+
+    ends, starts = offsets(0, 3, 6), offsets(0, 2, 6)
+
+    def planned(max_k, *counts):
+        used = offsets(*counts)
+        given = {"seqused_k": used, "max_q": 3, "max_k": max_k}
+        is_planned, (out, *_) = packed_plan.planned(q, k, v, ends, starts, **given)
+        return is_planned, out
+
+    assert planned(4, 2, 4)[0]
+    for max_k, counts in ((4, (2, 4)), (4, (1, 0)), (6, (2, 4)), (5, (1, 4))):
+        is_planned, out = planned(max_k, *counts)
+        expected = q.clone()
+        for start, rows, count in zip((0, 2), (slice(0, 3), slice(3, 6)), counts, strict=True):
+            expected[rows] += k[start + count - 1] if count else 0
+        assert (is_planned, kernel.ran) == (False, [])
+        assert_equal(out, expected)
+        pages, table = kernel.ffi.called[-1][2:4]
+        size = 5 if max_k == 4 else max_k  # not that of a tile
+        assert pages.shape == (6 - size + 1, size, *k.shape[1:]) and table.shape == (2, 1)
+    kernel.ffi.called.clear()
+    planned(7, 1, 1)
+    assert (len(kernel.ran), kernel.ffi.called) == (1, []), "Python ran it, and C++ has launched nothing"
 
 
 def test_an_error_of_a_function_is_told_and_dropped(op):

@@ -94,6 +94,75 @@ def test_dense_calls_of_new_lengths_are_launched_by_their_arguments(named, throu
     assert through_package == []
 
 
+def counted_call(seed, heads=(8, 2), dim=64, dim_v=None, page=None, longest=600, count=(3, 8), **options):
+    """Return query, key, value and call of new lengths, with NaN in all keys and values that don't count."""
+    (batch,) = numbers(seed, *count, 1)
+    lens_q, lens_k = numbers(seed + 50, 1, 5, batch), numbers(seed + 60, 1, longest, batch)
+    used = [0 if n % 5 == 4 else x for n, x in enumerate(numbers(seed + 70, 1, min(lens_k) + 1, batch))]
+    query = drawn(seed, sum(lens_q), heads[0], dim)
+    rows = [drawn(seed + n, sum(lens_k) + 9, heads[1], d) for n, d in ((200, dim), (300, dim_v or dim))]
+    starts, table, more = gpu.offsets_of(lens_k)[:-1].tolist(), None, {}
+    if page is not None:
+        pages = -(-longest // page)
+        order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(seed)).cuda()
+        table = order.view(batch, pages).int()
+        rows = [
+            drawn(seed + n, batch * pages, page, heads[1], d) for n, d in ((200, dim), (300, dim_v or dim))
+        ]
+        more = {"block_table": table}
+        starts = [number * pages * page for number in range(batch)]
+    else:
+        more = {"cu_seqlens_k": gpu.offsets_of(lens_k)}
+    flat = [x if table is None else x[table.long()].flatten(0, 2) for x in rows]
+    own = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, used, strict=True)]).cuda()
+    kept = [x[own].clone() for x in flat]
+    hidden = torch.ones(len(flat[0]), dtype=torch.bool, device="cuda")
+    hidden[own] = False
+    for x in flat:
+        x[hidden] = torch.nan
+    if table is not None:
+        for x, whole in zip(flat, rows, strict=True):
+            whole[table.long()] = x.unflatten(0, (batch, -1, page))
+    else:
+        rows = flat
+    call = Call(
+        dim**-0.5, max(lens_q), longest, cu_seqlens_q=gpu.offsets_of(lens_q),
+        seqused_k=torch.tensor(used, dtype=torch.int32, device="cuda"), **more, **options,
+    )  # fmt: skip
+    right = truth.varlen(
+        *(x.double().cpu() for x in (query, *kept)), call.cu_seqlens_q.cpu(),
+        torch.tensor([0, *used]).cumsum(0), scale=call.scale, window=call.window,
+    )  # fmt: skip
+    return (query, *rows, call), right
+
+
+COUNTED = {
+    "open": {},
+    "causal": {"window": CAUSAL, "dim": 128},
+    "a window": {"window": (40, 0), "heads": (4, 4)},
+    "head dims (192, 128)": {"dim": 192, "dim_v": 128},
+    "head dim 256, causal": {"dim": 256, "window": CAUSAL, "heads": (4, 2)},
+    "up to a tile": {"longest": 128, "dim": 128},
+    "hundreds of sequences": {"count": (260, 300), "longest": 40},
+    "pages of 16": {"page": 16},
+    "pages of 256, causal": {"page": 256, "window": CAUSAL, "dim": 128},
+    "pages of 64, hundreds of sequences": {"page": 64, "count": (260, 300), "longest": 100},
+}
+
+
+@pytest.mark.parametrize("options", COUNTED.values(), ids=COUNTED)
+def test_keys_of_which_not_all_count_are_launched_by_their_arguments(named, through_package, options):
+    kernels = registry.find(named).kernels()
+    for seed in range(TIMES):
+        (query, key, value, call), (right, right_lse) = counted_call(seed, **options)
+        through_package.clear()
+        out, lse = kernels.forward(query, key, value, call)
+        torch.cuda.synchronize()  # so that the device has reported on the trial
+        gpu.assert_near((out,), (right,))
+        truth.assert_near(lse.cpu(), right_lse, torch.float32)
+    assert through_package == []
+
+
 PACKED = {
     "open": {},
     "causal, shared heads": {"window": CAUSAL, "heads": (8, 2), "dim": 128},

@@ -5,23 +5,34 @@ from support.packages import gpu_spec
 
 from attnreg.backends import cudnn, fa2, fa4
 
+FA4_FIRST = ["FA4", "FA2", "cuDNN"]
+
 
 @pytest.mark.parametrize(
     ("changes", "order"),
     [
         ({}, ["FA2", "cuDNN", "FA4"]),
         ({"capturing": True}, ["FA2", "cuDNN", "FA4"]),
-        ({"max_q": 4, "tokens_q": 64}, ["FA2", "cuDNN", "FA4"]),
-        ({"max_q": 4, "tokens_q": 64, "capturing": True}, ["cuDNN", "FA4", "FA2"]),
-        ({"heads_k": 16, "capturing": True}, ["cuDNN", "FA4", "FA2"]),
-        ({"max_q": 255, "tokens_q": 4080}, ["FA2", "cuDNN", "FA4"]),
+        ({"max_k": 4096}, FA4_FIRST),
+        ({"max_k": 4096, "capturing": True}, ["FA4", "FA2", "cuDNN"]),
+        ({"max_k": 4096, "batch": 15, "capturing": True}, ["FA2", "cuDNN", "FA4"]),
+        ({"batch": 32}, FA4_FIRST),
+        ({"batch": 31}, ["FA2", "cuDNN", "FA4"]),
+        ({"max_q": 4, "tokens_q": 64}, FA4_FIRST),
+        ({"max_q": 4, "tokens_q": 64, "capturing": True}, ["FA4", "cuDNN", "FA2"]),
+        ({"heads_k": 16, "capturing": True}, ["FA4", "cuDNN", "FA2"]),
+        ({"max_q": 255, "tokens_q": 4080}, FA4_FIRST),
         ({"max_q": 256, "tokens_q": 4096}, ["FA4", "cuDNN", "FA2"]),
+        # Values are copied: head dims, a GPU, or fewer keys than a sequence may have.
+        ({"max_k": 4096, "head_dim": 24, "head_dim_v": 24}, ["FA2", "cuDNN", "FA4"]),
+        ({"max_k": 4096, "device": "sm_100"}, ["FA2", "cuDNN", "FA4"]),
+        ({"max_k": 4096, "tokens_k": 4095}, ["FA2", "cuDNN", "FA4"]),
         ({"seqused_k": False}, ["FA4", "cuDNN", "FA2"]),
         ({"page_size": 256}, ["FA4", "cuDNN", "FA2"]),
     ],
     ids=str,
 )
-def test_decoding_goes_to_fa2_first_and_to_fa4_last(changes, order):
+def test_decoding_goes_to_fa4_first_but_where_it_copies_values_or_fa2_splits_keys(changes, order):
     usual = {"batch": 16, "max_q": 1, "max_k": 8192, "heads_q": 16, "heads_k": 4, "varlen": True}
     spec = gpu_spec(**usual | {"seqused_k": True} | changes)
     known = (fa2.BACKEND, cudnn.BACKEND, fa4.BACKEND)

@@ -149,6 +149,10 @@ class Package:
             if lse is None:
                 lse = unwritten(torch.empty(shape, dtype=torch.float32))
             assert lse.shape == shape and lse.dtype == torch.float32
+            if page_table is not None:
+                assert cu_seqlens_k is None and page_table.dtype == torch.int32
+                assert page_table.shape[0] == len(cu_seqlens_q) - 1 and page_table.stride(-1) == 1
+                assert k.shape[:3] == v.shape[:3]
             batch, group = len(cu_seqlens_q) - 1 if varlen else 0, q.shape[-2] // k.shape[-2]
             bounded = causal or not window_size_left is window_size_right is None
             others = cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, bounded, learnable_sink, pack_gqa
@@ -163,6 +167,7 @@ class Package:
                 _compute_blocks_to_batch(tiles)
             key = q.dtype, q.shape[-1], v.shape[-1], group, causal, bounded, varlen, softcap, factor, fits
             key = *key, tiles is None, table and (len(aux_tensors[0]), q.shape[-2] == 1)
+            key = *key, seqused_k is None, page_table is None
             self.launch(
                 _flash_attn_fwd, (*key, strides_of(q, k, v)),
                 forward_kernel(causal, softcap, factor, tile, mask_mod),

@@ -52,12 +52,22 @@ def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table=None):
         yield rows_q, rows_k, k[rows_k].shape[0] if seqused_k is None else int(seqused_k[index])
 
 
+def read_pages(x, pages, places, length):
+    """Return the first rows of pages by their addresses, as the kernel reads them, which may overlap."""
+    memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    starts = (pages * x.stride(0) + places * x.stride(1)).flatten()[:length, None, None]
+    heads, dims = torch.arange(x.shape[2])[:, None] * x.stride(2), torch.arange(x.shape[3]) * x.stride(3)
+    return memory[x.storage_offset() + starts + heads + dims]
+
+
 def loaded(x, rows, length):
     """Return the keys of a sequence and the rest of the tile behind them, which must be finite."""
     if isinstance(rows, slice):
         tile = x[rows.start : rows.start + length + 8]
+    elif isinstance(rows[0], int):
+        tile = x[rows].flatten(0, -3)[: length + 8]
     else:
-        tile = x[rows].flatten(0, -3)[: length + (8 if isinstance(rows[0], int) else 0)]
+        return read_pages(x, *rows, length)
     assert tile[length:].isfinite().all(), "NaN in the rows behind a sequence spreads"
     return tile[:length]
 
@@ -137,7 +147,10 @@ def forward_kernel(causal, softcap, factor, tile, mask_mod=None):
         assert_tiles(tiles, cu_q, tile, group)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used, pages):
             query, value = q[rows_q], loaded(v, rows_k, length)
-            key = (k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3))[:length]
+            if pages is not None:
+                key = read_pages(k, *rows_k, length)
+            else:
+                key = (k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3))[:length]
             part, part_lse = one_sequence.forward(
                 scores(query, key, scale * factor, causal, left, right, softcap, mask), value
             )

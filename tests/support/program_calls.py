@@ -20,6 +20,8 @@ from attnreg.core.launching.programs import (
     LaunchProgram,
     Like,
     Operand,
+    Pages,
+    Table,
 )
 
 ARRAY = 71  # TVM-FFI's type index of an array
@@ -216,6 +218,29 @@ def _forward(is_packed):
         *map(Operand, (0, 1, 2, first, first + 1)), 2.0, None, 7, Nothing(), Operand(first + 2),
     )  # fmt: skip
     return LaunchProgram(buffers, (FunctionCall(forward_step, arguments),), (first, first + 1))
+
+
+def keys_as_pages(tile):
+    """Return the program of a packed call with `seqused_k`, which reads keys as overlapping pages."""
+    query, key, used, offsets_q, offsets_k = 0, 1, 3, 4, 5
+    out, lse, pages, table = range(6, 10)
+    rows = Buffer((TOKENS_Q, HEADS_Q, BufferSize(more=8)), torch.float32)
+    buffers = rows, Buffer((HEADS_Q, TOKENS_Q), torch.float32), Pages(key, tile), Table(offsets_k)
+    arguments = tuple(map(Operand, (query, key, pages, table, used, offsets_q, out, lse)))
+    return LaunchProgram(buffers, (FunctionCall(step_of_pages, arguments),), (out, lse))
+
+
+def step_of_pages(q, k, pages, table, used, offsets_q, out, lse):
+    """Write the query to the output, and to it each sequence's last key that counts."""
+    out.copy_(q)
+    lse.copy_(q.sum(-1).transpose(-1, -2))
+    (step, next_row, *_), (count, size, *shape) = pages.stride(), pages.shape
+    keys = pages.as_strided((count + size - 1, *shape), pages.stride()[1:])  # a kernel reads by addresses
+    assert step == next_row
+    for sequence, count in enumerate(used.tolist()):
+        if count:
+            rows = slice(*offsets_q[sequence : sequence + 2].tolist())
+            out[rows] += keys[table[sequence, 0] + count - 1]
 
 
 def _backward(is_packed):

@@ -22,10 +22,12 @@ from attnreg.core.contract.spec import AttentionSpec
 # packed gradients of 4.0.0b36 on an H200 differ from run to run.
 UNEQUAL = ((192, 128), (256, 128))
 
-# Head dims above 128 whose forward with pages is right. With 4.0.0b36 on an H200 outputs of (256, 80) differ
-# from run to run, and so do outputs with tiles of 144 keys (`_key_tile`). Head dims of 144 to 176 and 208 to
-# 240 end in an illegal memory access.
-PAGED = ((192, 128), (192, 192), (256, 128), (256, 256))
+# In decoding FA2 splits the keys of a lone query whose key head is shared, FA4 doesn't. That pays for fewer
+# parts (sequences times key heads) than these, and longer caches. FA4's time over FA2's on an H200, with
+# caches three quarters full and head dim 128 (`docs/results/decoding_h200.json`): 8 parts of 16,384 tokens
+# 4.6, 64 parts of 8,192 tokens 1.05, 128 parts 0.72; 8 parts of 4,096 tokens 1.0, and of 1,024 tokens 0.5,
+# because the host bounds FA2. In a CUDA graph 32 parts of 4,096 tokens took 1.16, 64 parts 0.92.
+MANY_PARTS, PARTS_OF_GRAPH, LONG_CACHE = 128, 64, 4096
 
 # Head dims of 8 or 16 modulo 32 below 128, whose gradients 4.0.0b36 gets wrong on an H200.
 WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
@@ -135,13 +137,8 @@ def _pages(spec: AttentionSpec) -> Iterator[str]:
         return
     if _major(spec) == 12:
         yield "block_table must be None on sm_12x: no paged key-value cache"
-    dims = spec.head_dim, spec.head_dim_v
-    if dims[0] % 16 or dims[1] % 16:
-        yield f"head dims must be multiples of 16 with pages, got {dims}"
-    elif _major(spec) == 9 and dims[0] > 128 and dims not in PAGED:
-        yield f"head dims above 128 must be one of {', '.join(map(str, PAGED))} with pages, got {dims}"
-    elif _key_tile(spec) == 144:
-        yield f"head_dim must not be 65 to 96 with pages and an open mask, got {dims[0]}"
+    if reason := compiled_kinds.why_no_pages(_major(spec), (spec.head_dim, spec.head_dim_v), _key_tile(spec)):
+        yield reason
     # Pages of a tile's size are loaded whole, unwritten keys included. A NaN in these would spread, and a
     # pool of pages can't be copied at each call.
     elif spec.page_size == _key_tile(spec):
@@ -185,14 +182,21 @@ def _key_tile(spec: AttentionSpec) -> int:
     """Return the number of keys that the forward loads at once; 128 except on Hopper."""
     if _major(spec) != 9:
         return 128
-    return compiled_kinds.key_tile(
-        spec.head_dim, spec.head_dim_v, spec.causal or spec.windowed, local=spec.windowed
-    )
+    return compiled_kinds.key_tile_of(spec.head_dim, spec.head_dim_v, spec.window)
 
 
 def _priority(spec: AttentionSpec) -> int:
-    """Return the priority: behind cuDNN for decoding, where a call copies the values first."""
-    return 15 if spec.decodes else 30
+    """Return the priority: for decoding before FA2, unless values are copied first or splitting pays."""
+    if not spec.decodes:
+        return 30
+    return 50 if compiled_kinds.spec_reads_as_pages(spec) and not _splitting_pays(spec) else 15
+
+
+def _splitting_pays(spec: AttentionSpec) -> bool:
+    """Whether a call decodes faster on FA2, which splits the keys."""
+    parts = spec.batch * spec.heads_k
+    is_long = spec.max_k > LONG_CACHE or (spec.capturing and parts < PARTS_OF_GRAPH)
+    return spec.max_q == 1 and spec.heads_q > spec.heads_k and parts < MANY_PARTS and is_long
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
@@ -200,7 +204,13 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
     if not spec.varlen:
         yield Cut.of("batch", at=GRID + 1)
     if spec.seqused_k:
-        yield Cut.of("max_q", at=cut_of_decoding(spec))
+        yield from (Cut.of("max_q", at=length) for length in (2, cut_of_decoding(spec)))
+        parts = (-(-number // max(spec.heads_k, 1)) for number in (MANY_PARTS, PARTS_OF_GRAPH))
+        yield from (Cut.of("batch", at=number) for number in parts)
+        # A page has the longest length, but not that of a tile, and keys have to have as many rows.
+        yield from (Cut.beyond("max_k", "tokens_k", at=more) for more in (0, 1))
+        tile = _key_tile(spec)
+        yield from (Cut.of("max_k", at=length) for length in (tile, tile + 1, LONG_CACHE + 1))
 
 
 BACKEND = Backend(

@@ -99,11 +99,12 @@ class _Adapter(NamedTuple):
             # Filled before the call: clearing unused rows afterwards would take two passes over the output
             # and a mask.
             options["out"], options["lse"] = empty_results(query, value, call)
-            (value,) = _blanked(unused_keys, options["out"], value)
-        if call.block_table is not None:
-            options["page_table"] = call.block_table
-        tensors = {"q": query, "k": key, "v": value} | _sinks_and_offsets(call)
-        out, lse = self._run(family, PackageCall("forward", self.run_forward, tensors, options), inputs, call)
+            if not family.as_pages:
+                (value,) = _blanked(unused_keys, options["out"], value)
+        tensors = {"q": query, "k": key, "v": value} | _further_tensors(call)
+        as_pages = compiled_kinds.tiles(family, call.max_q)[1] if family.as_pages else 0
+        package_call = PackageCall("forward", self.run_forward, tensors, options, as_pages)
+        out, lse = self._run(family, package_call, inputs, call)
         return out, lse
 
     def backward(
@@ -143,7 +144,7 @@ class _Adapter(NamedTuple):
             query, grad_out = _blanked(unused_queries, options["dq"], query, grad_out)
             key, value = _blanked(unused_keys, options["dk"], key, value)
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
-        package_call = PackageCall("backward", self.run_backward, tensors | _sinks_and_offsets(call), options)
+        package_call = PackageCall("backward", self.run_backward, tensors | _further_tensors(call), options)
         return self._run(family, package_call, inputs, call)
 
     def _forward_in_ranges(
@@ -200,7 +201,7 @@ class _Adapter(NamedTuple):
 
     def _launcher(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> Launch | None:
         """Return the function that launches calls of a kind by their arguments; None if none may."""
-        if not (self.tested_release and family.major == 9 and _is_plain(inputs, call)):
+        if not (self.tested_release and family.major == 9 and _is_plain(family, inputs, call)):
             return None
         of_lengths = family.class_of(*compiled_kinds.lengths_of(*inputs_of(inputs)[:2], call))
         if not self.trials.look(family, of_lengths):
@@ -262,15 +263,18 @@ def _options(call: Call) -> dict[str, Any]:
         "causal": causal,
         "window_size_left": left if left >= 0 else None,
         "window_size_right": right if right >= 0 and not causal else None,
-        "seqused_k": call.seqused_k,
         "max_seqlen_q": call.max_q,
         "max_seqlen_k": call.max_k,
     }
 
 
-def _sinks_and_offsets(call: Call) -> dict[str, Tensor]:
-    """Return a call's sinks and offsets, as far as it has them, by the package's keywords."""
-    tensors = {SINKS: call.sinks, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+def _further_tensors(call: Call) -> dict[str, Tensor]:
+    """Return the tensors of options, and the offsets, as far as a call has them, by the package's keywords.
+
+    A launcher is given them in this order.
+    """
+    options = {SINKS: call.sinks, "seqused_k": call.seqused_k, "page_table": call.block_table}
+    tensors = options | {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
     return {name: x for name, x in tensors.items() if x is not None}
 
 
@@ -284,16 +288,21 @@ def _with_dense_integers(call: Call) -> Call:
     return call._replace(**copies) if copies else call
 
 
-def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
+def _is_plain(family: Family, inputs: tuple[Tensor, ...], call: Call) -> bool:
     """Whether the package would run a call without copies, and `launches` lists its launches."""
-    offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
     options = (
-        call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse, call.key_ranges,
-        call.score_mod, call.mask_mod,
+        call.attn_bias, call.alibi_slopes, call.grad_lse, call.key_ranges, call.score_mod, call.mask_mod
     )  # fmt: skip
-    if any(x is not None for x in options) or call.dropout or len(offsets) == 1:
+    if any(x is not None for x in options) or call.dropout:
         return False
-    further = [*inputs[5:], *_sinks_and_offsets(call).values()]  # the LSE of a backward, sinks, offsets
+    counts_keys, has_pages = call.seqused_k is not None, call.block_table is not None
+    if (counts_keys or has_pages) and not _reads_plain_pages(family, call):
+        return False
+    offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
+    if len(offsets) == 1 and not has_pages:
+        return False
+    # The LSE of a backward, the tensors of options, and offsets.
+    further = [*inputs[5:], *_further_tensors(call).values()]
     # Compiled functions depend on repeated dimensions. A packed call may run on a copy without repeated
     # dimensions.
     repeats = call.cu_seqlens_q is None
@@ -301,6 +310,18 @@ def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
         all(aligned(x, repeats) for x in inputs[:5])
         and all(x.data_ptr() % 16 == 0 for x in further)
         and all(x.stride(0) == 1 for x in offsets)
+    )
+
+
+def _reads_plain_pages(family: Family, call: Call) -> bool:
+    """Whether a forward reads its keys from pages, and the integers for that as they are."""
+    used, table = call.seqused_k, call.block_table
+    return (
+        family.direction == "forward"
+        and (family.as_pages or (table is not None and table.stride(-1) == 1 and table.dtype == torch.int32))
+        and used is not None
+        and used.stride(0) == 1
+        and call.sinks is None
     )
 
 
@@ -312,7 +333,9 @@ def _arguments(options: dict[str, Any], call: Call) -> LauncherArguments:
 
 def _launch_arguments(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
     """Return the arguments of a launcher. Every row of a call with sinks is known to see a key."""
-    arguments: list[Any] = [*inputs, *_sinks_and_offsets(call).values()]
+    arguments: list[Any] = [*inputs, *_further_tensors(call).values()]
+    if call.block_table is not None:
+        arguments.append(None)  # pages have no offsets
     if call.cu_seqlens_q is not None:
         query, key, _ = inputs_of(inputs)
         known = call.sinks is not None or none_unused(query, key, call)

@@ -17,10 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.backends.fa4.package import TESTED_RELEASES, installed
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.launching import visible
-from attnreg.core.launching.programs import ANY, Bounds
+from attnreg.core.launching.programs import ANY, Bounds, page_of
+from attnreg.core.torchlib.layout import aligned
 
 # Above so many sequences a further kernel sums up their tiles.
 MANY = 256
@@ -33,6 +35,11 @@ TILE, LONGEST = 16, 256
 # for a tanh. On an H100 five such forwards took 1.15 to 1.20 of the time without a softcap, in place of 1.22
 # to 1.25 (that file isn't kept). The tile is slower with open masks and few queries.
 SOFTCAP_TILE, FEWEST_QUERIES = (192, 80), 129
+
+# Head dims above 128 whose forward with pages is right. With 4.0.0b36 on an H200 outputs of (256, 80) differ
+# from run to run, and so do outputs with tiles of 144 keys (`key_tile`). Head dims of 144 to 176 and 208 to
+# 240 end in an illegal memory access.
+PAGED = ((192, 128), (192, 192), (256, 128), (256, 256))
 
 Repeated = tuple[tuple[bool, ...] | None, ...]
 Class = tuple[int, int, int]
@@ -54,6 +61,7 @@ class Family(NamedTuple):
         ranges: the number of ranges of a query in the compiled mask, and whether the query has a single head:
             the table of blocks depends on that. False for a call without `key_ranges`. A spec says only
             whether a call has them.
+        as_pages: whether packed keys of which not all count are read as pages; see `reads_as_pages`.
     """
 
     direction: str
@@ -75,6 +83,7 @@ class Family(NamedTuple):
     sinks: torch.dtype | bool | None
     repeated: Repeated = ()
     ranges: tuple[int, bool] | bool = False
+    as_pages: bool = False
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "windowed" if self.left or self.right else ""
@@ -84,7 +93,7 @@ class Family(NamedTuple):
             f"softcap {self.softcap}": self.softcap,
             f"{self.group} query heads a key head": self.group > 1,
             **{name: getattr(self, name) for name in ("sinks", "seqused", "grad_lse", "deterministic")},
-            "pages": self.page_size,
+            "pages": self.page_size or self.as_pages,
             "key_ranges": self.ranges,
         }
         dims = self.dim if self.dim == self.dim_v else (self.dim, self.dim_v)
@@ -125,6 +134,7 @@ def family_of(
         False if call.key_ranges is None else (
             visible.rounded(call.key_ranges.shape[1]), query.shape[-2] == 1
         ),
+        direction == "forward" and reads_as_pages(query, key, value, call),
     )  # fmt: skip
 
 
@@ -137,7 +147,52 @@ def family_of_spec(direction: str, spec: AttentionSpec) -> Family:
         spec.page_size, spec.softcap, left >= 0, right >= 0 and (left, right) != (-1, 0),
         (left, right) == (-1, 0), direction == "backward" and (spec.deterministic or spec.batch_invariant),
         spec.varlen, spec.seqused_k, spec.grad_lse, spec.sinks, ranges=spec.key_ranges,
+        as_pages=direction == "forward" and spec_reads_as_pages(spec),
     )  # fmt: skip
+
+
+def reads_as_pages(query: Tensor, key: Tensor, value: Tensor, call: Call) -> bool:
+    """Whether a forward reads packed keys, of which not all count, as pages.
+
+    Tensors are (B, S, H, D) or packed (T, H, D). The package loads pages row by row, and no row that doesn't
+    count. Otherwise it loads whole tiles, for which values have to be copied, because unused values may be
+    NaN. Pages overlap: page p begins at row p and has a sequence's longest length, so offsets are the table.
+    """
+    is_counted = call.seqused_k is not None and call.cu_seqlens_k is not None and call.key_ranges is None
+    return (
+        is_counted
+        and major_of(query.device) == 9
+        and installed() in TESTED_RELEASES
+        and all(aligned(x, repeats=False) for x in (key, value))
+        and _may_read_as_pages(query.shape[-1], value.shape[-1], call.window, call.max_k, len(key))
+    )
+
+
+def spec_reads_as_pages(spec: AttentionSpec) -> bool:
+    """Whether calls that a spec describes read keys as pages, if their tensors are aligned."""
+    is_counted = spec.seqused_k and spec.varlen and spec.page_size is None and not spec.key_ranges
+    return (
+        is_counted
+        and (spec.device.capability or (0,))[0] == 9
+        and (spec.device.simulated or installed() in TESTED_RELEASES)
+        and _may_read_as_pages(spec.head_dim, spec.head_dim_v, spec.window, spec.max_k, spec.tokens_k)
+    )
+
+
+def _may_read_as_pages(dim: int, dim_v: int, window: tuple[int, int], max_k: int, tokens_k: int) -> bool:
+    tile = key_tile_of(dim, dim_v, window)
+    return not why_no_pages(9, (dim, dim_v), tile) and max_k > 0 and page_of(max_k, tile) <= tokens_k
+
+
+def why_no_pages(major: int, dims: tuple[int, int], tile: int) -> str:
+    """Return why the package can't read pages with these head dims; else an empty string."""
+    if dims[0] % 16 or dims[1] % 16:
+        return f"head dims must be multiples of 16 with pages, got {dims}"
+    if major == 9 and dims[0] > 128 and dims not in PAGED:
+        return f"head dims above 128 must be one of {', '.join(map(str, PAGED))} with pages, got {dims}"
+    if tile == 144:
+        return f"head_dim must not be 65 to 96 with pages and an open mask, got {dims[0]}"
+    return ""
 
 
 def lengths_of(query: Tensor, key: Tensor, call: Call) -> tuple[int, int, int]:
@@ -191,8 +246,14 @@ def tiles(family: Family, max_q: int) -> tuple[int, int]:
 def has_softcap_tile(family: Family, max_q: int) -> bool:
     """Whether a forward uses `SOFTCAP_TILE`. Not with pages, which need the package's own `key_tile`."""
     bounded = family.causal or family.left or family.right
-    own = family.softcap and bounded and family.page_size is None and 96 < family.dim <= 128
+    has_pages = family.page_size is not None or family.as_pages
+    own = family.softcap and bounded and not has_pages and 96 < family.dim <= 128
     return bool(own) and max_q >= FEWEST_QUERIES
+
+
+def key_tile_of(dim: int, dim_v: int, window: tuple[int, int]) -> int:
+    """Return the `key_tile` of a call with this window, (left, right) as in `Call`."""
+    return key_tile(dim, dim_v, window != (-1, -1), window not in ((-1, -1), (-1, 0)))
 
 
 def key_tile(dim: int, dim_v: int, bounded: bool, local: bool) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.backends.fa4.compiled_kinds import Class, Family, bounds_of
+from attnreg.backends.fa4.compiled_kinds import Class, Family, bounds_of, tiles
 from attnreg.backends.fa4.package import INTERFACE
 from attnreg.backends.fa4.tvm_ffi import interface_of_package
 from attnreg.core.launching import programs
@@ -37,12 +37,16 @@ from attnreg.core.launching.programs import (
     Like,
     Memory,
     Operand,
+    Pages,
+    Table,
+    page_of,
 )
 
 Results = tuple[Tensor, ...]
-# A function of a dense call's tensors. In a packed call more arguments follow: sinks if it has any, both
-# offsets, and the longest lengths. The last argument is whether each row is known to belong to a sequence and
-# to see a key. It returns None if no launch is confirmed for the lengths.
+# A function of a dense call's tensors. In a packed call more arguments follow: sinks, `seqused_k` and the
+# table of pages, as far as it has them, both offsets (with pages None for the key's), and the longest
+# lengths. The last argument is whether each row is known to belong to a sequence and to see a key. It returns
+# None if no launch is confirmed for the lengths.
 Launch = Callable[..., Results | None]
 
 
@@ -74,9 +78,12 @@ def launch_of(
     if not family.packed:
         return FunctionLauncher(launches.launch_dense, programs=launches.described)
     # Weights of unused keys are zero, whatever the keys contain, so a forward needs only finite values. In a
-    # backward each row is a factor of a sum over a whole tile.
+    # backward each row is a factor of a sum over a whole tile. Of pages no unused row is loaded.
     finite = ((2, 1),) if launches.is_forward else ((0, 0), (1, 0), (2, 1), (3, 1))
-    return FunctionLauncher(launches.launch_packed, arguments.window, finite, launches.described)
+    takes = ("seqused_k",) * family.seqused + ("block_table",) * (family.page_size is not None)
+    return FunctionLauncher(
+        launches.launch_packed, arguments.window, () if takes else finite, launches.described, takes
+    )
 
 
 class _Launches(NamedTuple):
@@ -108,7 +115,9 @@ class _Launches(NamedTuple):
         query, key = tensors[:2] if self.is_forward else tensors[1:3]
         if self.family.sinks and tensors[-3].data_ptr() & 15:
             return None  # the package copies sinks that aren't aligned
-        batch = len(tensors[-1]) - 1
+        if self.family.as_pages and page_of(max_k, tiles(self.family, max_q)[1]) > len(key):
+            return None
+        batch = len(tensors[-2]) - 1
         return self._run((batch, max_q, max_k, len(query), len(key)), query, key, tensors)
 
     def described(self, *lengths: int) -> tuple[Any, ...] | None:
@@ -140,9 +149,11 @@ class _Numbers:
     """The numbers of a program's tensors: of its arguments, and of its buffers as they are added."""
 
     def __init__(self, family: Family, kernels: int) -> None:
-        self.buffers: list[Buffer | Like | Computed] = []
+        self.buffers: list[Buffer | Like | Pages | Table | Computed] = []
         self._next = kernels
         self.sinks = self._take() if family.sinks else None
+        self.used = self._take() if family.seqused else None
+        self.table = self._take() if family.page_size is not None else None
         self.cu_q = self._take() if family.packed else None
         self.cu_k = self._take() if family.packed else None
 
@@ -150,7 +161,7 @@ class _Numbers:
         self._next += 1
         return self._next - 1
 
-    def add(self, buffer: Buffer | Like | Computed) -> int:
+    def add(self, buffer: Buffer | Like | Pages | Table | Computed) -> int:
         """Add a buffer; returns its number."""
         self.buffers.append(buffer)
         return self._take()
@@ -178,22 +189,27 @@ def _sum_of_tiles(rows: int, **options: Any) -> Callable[[Tensor], Tensor]:
 def _forward(
     family: Family, arguments: LauncherArguments, compiled: CompiledFunctions, has_many: bool
 ) -> LaunchProgram:
-    (attend,), rows, _ = compiled
+    (attend,), rows, columns = compiled
     scale, left, right, _ = arguments
-    numbers, dim, tiles = _Numbers(family, 3), _fixed(family.dim_v), None
+    numbers, dim, sums = _Numbers(family, 3), _fixed(family.dim_v), None
+    keys, values, offsets_k, table = 1, 2, numbers.cu_k, numbers.table
+    if family.as_pages and offsets_k is not None:
+        keys, values = (numbers.add(Pages(number, columns)) for number in (keys, values))
+        table = numbers.add(Table(offsets_k))
     batch = () if family.packed else (BATCH,)
     length = TOKENS_Q if family.packed else MAX_Q
     out = numbers.add(Buffer((*batch, length, HEADS_Q, dim), family.dtype))
     lse = numbers.add(Buffer((*batch, HEADS_Q, length), torch.float32))
     if has_many and numbers.cu_q is not None:
         heads_of_tile = {"qhead_per_kvhead": family.group, "pack_gqa": family.group > 1}
-        tiles = numbers.add(Computed(_sum_of_tiles(rows, **heads_of_tile), (numbers.cu_q,)))
+        sums = numbers.add(Computed(_sum_of_tiles(rows, **heads_of_tile), (numbers.cu_q,)))
     step = FunctionCall(
         attend,
         (
-            *_tensors(0, 1, 2, out, lse), scale, *_tensors(numbers.cu_q, numbers.cu_k), None, None, None,
-            left, right, *_tensors(numbers.sinks), None, import_module(INTERFACE).AuxData(),
-            *_tensors(tiles), None,
+            *_tensors(0, keys, values, out, lse), scale,
+            *_tensors(numbers.cu_q, None if table is not None else offsets_k), None,
+            *_tensors(numbers.used, table), left, right, *_tensors(numbers.sinks), None,
+            import_module(INTERFACE).AuxData(), *_tensors(sums), None,
         ),
     )  # fmt: skip
     return LaunchProgram(tuple(numbers.buffers), (step,), (out, lse))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.launching.programs import page_of, pages_of, table_of
 from attnreg.core.torchlib import caches
 from attnreg.core.torchlib.layout import readable
 from attnreg.core.torchlib.versions import version_of
@@ -62,15 +63,17 @@ class PackageCall(NamedTuple):
     Attributes:
         direction: "forward" or "backward".
         function: the package's function.
-        tensors: tensors by the package's keywords, in the contract's order. Sinks follow, if the call has
-            any, then both `cu_seqlens` of a packed call.
+        tensors: tensors by the package's keywords, in the contract's order. Those of options follow, if the
+            call has any, then both `cu_seqlens` of a packed call.
         options: all other keywords.
+        as_pages: the keys of a tile, if packed keys are read as pages; else 0.
     """
 
     direction: str
     function: Callable[..., Any]
     tensors: dict[str, Tensor]
     options: dict[str, Any]
+    as_pages: int = 0
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Call the function, and return the results that are used.
@@ -78,7 +81,8 @@ class PackageCall(NamedTuple):
         Raises:
             BackendUnavailableError: the package returned fewer tensors, or other objects.
         """
-        results = self.function(**self.tensors, **self.options)
+        tensors = self._with_pages() if self.as_pages else self.tensors
+        results = self.function(**tensors, **self.options)
         count = RESULTS[self.direction] + (self.direction == "backward" and SINKS in self.tensors)
         used = results[:count] if isinstance(results, tuple) else ()
         if len(used) == count and all(isinstance(result, torch.Tensor) for result in used):
@@ -89,6 +93,13 @@ class PackageCall(NamedTuple):
             f"{release()}: {name} returned {', '.join(kinds) or 'nothing'}, "
             f"expected {count} tensors or more; attnreg knows {KNOWN}"
         )
+
+    def _with_pages(self) -> dict[str, Tensor]:
+        """Return the tensors with keys and values as overlapping pages, and offsets as their table."""
+        tensors = dict(self.tensors)
+        size = page_of(self.options["max_seqlen_k"], self.as_pages)
+        tensors["page_table"] = table_of(tensors.pop("cu_seqlens_k"))
+        return tensors | {name: pages_of(tensors[name], size) for name in ("k", "v")}
 
 
 def installed() -> str | None:

@@ -21,7 +21,7 @@ from attnreg.backends.fa4.compiled_kinds import Class, Family, tiles
 from attnreg.backends.fa4.launches import CompiledFunctions, Launch, LauncherArguments, launch_of
 from attnreg.backends.fa4.package import SINKS, PackageCall
 from attnreg.backends.fa4.watching import RefutedError, Watcher, compare
-from attnreg.core.launching.programs import Memory
+from attnreg.core.launching.programs import Memory, page_of
 from attnreg.core.torchlib.layout import uninitialized
 from attnreg.core.torchlib.readback import AsyncReadback
 
@@ -149,9 +149,12 @@ def _looked_at(
         with Watcher(launches=False) as rehearsal:
             functions = tuple(map(rehearsal.watching, wanted, compiled.functions))
             launch = launch_of(family, arguments, {of_lengths: compiled._replace(functions=functions)})
-            packed = "cu_seqlens_q" in tried.tensors
-            lengths = (*(tried.options[f"max_seqlen_{side}"] for side in "qk"), True) if packed else ()
-            launch(*tried.tensors.values(), *lengths)
+            further: list[Any] = []
+            if "cu_seqlens_q" in tried.tensors:
+                further = [*(tried.options[f"max_seqlen_{side}"] for side in "qk"), True]
+            if "page_table" in tried.tensors:
+                further.insert(0, None)  # pages have no offsets
+            launch(*tried.tensors.values(), *further)
         compare([x for x in taken if x.by != UNUSED], rehearsal.taken, tuple(tried.tensors.values()))
     return compiled
 
@@ -163,12 +166,16 @@ def _shorter(family: Family, of_lengths: Class, call: PackageCall) -> PackageCal
     max_q, max_k = (max(call.options[f"max_seqlen_{side}"] - 1, 1) for side in "qk")
     if family.class_of(batch, max_q, max_k) != of_lengths:
         return None
+    if call.as_pages and page_of(max_k, call.as_pages) >= len(call.tensors["k"]):
+        return None  # a row less than a page needs
 
     def cut(name: str, x: Tensor) -> Tensor:
         if name == SINKS:
             return x
         if name.startswith("cu_seqlens"):
             return x[: batch + 1]
+        if name in ("seqused_k", "page_table"):
+            return x[:batch]
         if name == "lse":
             *batches, heads, tokens = x.shape
             return x.new_empty((batch, heads, max_q) if batches else (heads, max(tokens - 1, 1)))

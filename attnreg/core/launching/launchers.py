@@ -172,6 +172,8 @@ def split(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], PackedCall | 
     if not isinstance(arguments[-1], bool):
         return arguments, None
     *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, known = arguments
+    if cu_seqlens_k is None:  # of pages, for which any will do
+        cu_seqlens_k = cu_seqlens_q
     return tuple(tensors), PackedCall((cu_seqlens_q, cu_seqlens_k), (max_q, max_k), known)
 
 
@@ -216,6 +218,7 @@ class FunctionLauncher:
         programs: `programs(batch, max_q, max_k, tokens_q, tokens_k)` returns what C++ runs in place of the
             function, as `programs.described` does, for calls of these lengths; None where the function has
             to run. C++ keeps what it returns.
+        takes: which of `seqused_k` and `block_table` the function reads, for a kind of calls with these.
     """
 
     form: ClassVar = "function"
@@ -223,6 +226,7 @@ class FunctionLauncher:
     window: tuple[int, int] = (-1, -1)
     finite: tuple[tuple[int, int], ...] = ()
     programs: Callable[..., tuple[Any, ...] | None] | None = None
+    takes: tuple[str, ...] = ()
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""
@@ -235,7 +239,8 @@ class FunctionLauncher:
             for place, x in enumerate(tensors)
         )
         results = self.run(*tensors, *call.offsets, *call.longest, True)
-        return None if results is None else call.cleared(results, self.window)
+        used = tensors[FORWARD] if "seqused_k" in self.takes else None
+        return None if results is None else call.cleared(results, self.window, used)
 
 
 class OffsetsKernel(NamedTuple):

@@ -26,6 +26,8 @@ ANY = (0, 2**62)
 
 # Kinds of arguments. The values are type indices of TVM-FFI's C interface (c_api.h).
 NOTHING, INTEGER, FLOAT, TENSOR, OBJECT = 0, 1, 3, 7, 64
+# Kinds of buffers, as C++ has them.
+NEW, LIKE, PAGES, TABLE = range(4)
 
 
 class BufferSize(NamedTuple):
@@ -66,6 +68,19 @@ class Like(NamedTuple):
     number: int
 
 
+class Pages(NamedTuple):
+    """Packed rows (T, H, D) as pages that overlap; see `pages_of`."""
+
+    number: int
+    tile: int
+
+
+class Table(NamedTuple):
+    """Offsets (B + 1,) as the table of such pages; see `table_of`."""
+
+    number: int
+
+
 class Computed(NamedTuple):
     """A tensor that a Python function returns for some tensors."""
 
@@ -97,13 +112,13 @@ class LaunchProgram(NamedTuple):
     """What runs a call.
 
     Attributes:
-        buffers: the tensors to allocate, in order.
+        buffers: the tensors to allocate, and the views to make, in order.
         steps: the functions to call, in order.
         results: the numbers of the tensors to return.
         contiguous: the numbers of given tensors that are copied unless they are contiguous.
     """
 
-    buffers: tuple[Buffer | Like | Computed, ...]
+    buffers: tuple[Buffer | Like | Pages | Table | Computed, ...]
     steps: tuple[FunctionCall, ...]
     results: tuple[int, ...]
     contiguous: tuple[int, ...] = ()
@@ -117,6 +132,22 @@ class Memory(NamedTuple):
 
 
 UNINITIALIZED = Memory()
+
+
+def page_of(longest: int, tile: int) -> int:
+    """Return the size of overlapping pages of sequences up to a length, but not the size of a tile."""
+    return longest + (longest == tile)
+
+
+def pages_of(rows: Tensor, size: int) -> Tensor:
+    """Return rows (T, H, D) as pages (P, size, H, D): page p begins at row p."""
+    first, *rest = rows.stride()
+    return rows.as_strided((len(rows) - size + 1, size, *rows.shape[1:]), (first, first, *rest))
+
+
+def table_of(offsets: Tensor) -> Tensor:
+    """Return offsets (B + 1,) as the table (B, 1) of overlapping pages, one for each sequence."""
+    return offsets[:-1, None]
 
 
 def run(
@@ -134,6 +165,10 @@ def run(
             shape = tuple([size.value(numbers) for size in buffer.sizes])
             tensor = memory.new(shape, contiguous_strides(shape), buffer.dtype, device)
             tensors.append(tensor.zero_() if buffer.zero else tensor)
+        elif isinstance(buffer, Pages):
+            tensors.append(pages_of(tensors[buffer.number], page_of(numbers[2], buffer.tile)))
+        elif isinstance(buffer, Table):
+            tensors.append(table_of(tensors[buffer.number]))
         else:
             tensors.append(buffer.function(*(tensors[number] for number in buffer.numbers)))
     for function, arguments in program.steps:
@@ -180,11 +215,13 @@ def described(program: LaunchProgram, bounds: Bounds, interface: Interface) -> t
         steps.append((handle, tuple(values)))
     buffers: list[tuple[Any, ...]] = []
     for buffer in program.buffers:
-        if isinstance(buffer, Like):
-            buffers.append((buffer.number, None, (), False))
-        elif isinstance(buffer, Buffer):
+        if isinstance(buffer, Buffer):
             sizes = tuple((*size.factors, size.more, size.unit, size.times) for size in buffer.sizes)
-            buffers.append((-1, buffer.dtype, sizes, buffer.zero))
+            buffers.append((NEW, buffer.dtype, sizes, buffer.zero))
+        elif isinstance(buffer, Pages):
+            buffers.append((PAGES, buffer.number, buffer.tile))
+        elif not isinstance(buffer, Computed):
+            buffers.append((LIKE if isinstance(buffer, Like) else TABLE, buffer.number))
     return (
         interface.addresses, bounds, program.contiguous, tuple(buffers), tuple(steps), program.results,
         tuple(keep),

@@ -216,9 +216,10 @@ def test_a_kind_holds_each_field_of_a_call_that_is_compiled_in():
     assert len({kind(), *(kind(**{name: x}) for name, x in KINDS.items())}) == len(KINDS)  # both repeat
     assert kind(deterministic=True) == kind(batch_invariant=True)
     assert {kind(**{name: x}) for name, x in ARGUMENTS.items()} == {kind()}
-    assert adapter._is_plain(inputs, call)
+    family = compiled_kinds.family_of("backward", query, key, value, call, grad)
+    assert adapter._is_plain(family, inputs, call)
     for name, x in OUTSIDE.items():
-        assert not adapter._is_plain(inputs, call._replace(**{name: x})), name
+        assert not adapter._is_plain(family, inputs, call._replace(**{name: x})), name
 
 
 @pytest.mark.parametrize(
@@ -278,6 +279,130 @@ def test_where_it_is_known_that_no_row_is_unused_nothing_is_copied_or_cleared(
     no_unused_rows.no_unused_rows = False
     assert entered(kernels, package, *packed((5, 28))) == NEITHER
     assert sorted(ran) == ["blanked"] * 5 + ["clear_backward", "clear_forward"]
+
+
+# Keys of which not all count, and pages
+
+
+def counted(lengths, used, seed=0, max_k=None, dim=16, room=4, **options):
+    """Return a packed call of one query for each sequence, with NaN in keys and values that don't count."""
+    tokens = sum(lengths) + room
+    query, key, value, _ = (x[0] for x in dense(len(lengths), tokens, batch=1, seed=seed, dim=dim, heads_k=2))
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    rows = torch.arange(tokens)
+    counts = [(rows >= start) & (rows < start + n) for start, n in zip(offsets.tolist(), used, strict=False)]
+    for x in (key, value):
+        x[~torch.stack(counts).any(0)] = torch.nan
+    call = Call(
+        0.25, 1, max_k or max(lengths), cu_seqlens_q=torch.arange(len(lengths) + 1, dtype=torch.int32),
+        cu_seqlens_k=offsets, seqused_k=torch.tensor(used, dtype=torch.int32), **options,
+    )  # fmt: skip
+    return query, key, value, call
+
+
+def true_of_counted(query, key, value, call):
+    """Return output and LSE in float64."""
+    starts, used = call.cu_seqlens_k[:-1].tolist(), call.seqused_k.tolist()
+    rows = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, used, strict=True)])
+    ends = torch.tensor([0, *used]).cumsum(0)
+    tensors = (x.double() for x in (query, key[rows], value[rows]))
+    return truth.varlen(*tensors, call.cu_seqlens_q, ends, scale=call.scale, window=call.window)
+
+
+def assert_true(results, query, key, value, call):
+    for got, true in zip(results, true_of_counted(query, key, value, call), strict=True):
+        truth.assert_near(got, true, torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0)], ids=str)
+def test_keys_of_which_not_all_count_are_read_as_pages_without_a_copy(kernels, package, window):
+    for seed, (lengths, used) in enumerate(
+        (((9, 20, 5), (4, 20, 1)), ((31, 2), (30, 2)), ((6, 0, 13, 8), (1, 0, 13, 3)), ((40,), (17,)))
+    ):
+        given = counted(lengths, used, seed, window=window)
+        package.calls.clear()
+        assert_true(kernels.forward(*given), *given)
+        assert [name for name, _ in package.calls] == ([] if seed else ["forward"])
+        for _, arguments in package.calls:
+            pages, table = arguments["v"], arguments["page_table"]
+            assert (pages.data_ptr(), pages.shape[1]) == (given[2].data_ptr(), max(lengths))
+            assert table.data_ptr() == given[3].cu_seqlens_k.data_ptr()
+
+
+def test_a_page_has_not_the_size_of_a_tile_which_would_be_loaded_whole(kernels, package):
+    for longest, size in ((127, 127), (128, 129), (129, 129)):
+        given = counted((longest, 30), (100, 7), max_k=longest)
+        compiled_kinds.have_run.clear()
+        kernels = fa4.BACKEND.load()
+        package.calls.clear()
+        assert_true(kernels.forward(*given), *given)
+        assert package.calls[0][1]["k"].shape[1] == size
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_k": 60}, {"max_k": 128, "lengths": (90, 38), "room": 0}, {"dim": 24}, {"dim": 96}],
+    ids=str,
+)
+def test_where_pages_cannot_be_read_unused_values_are_copied(kernels, package, options):
+    """A page is longer than all keys, also because it mustn't be a tile; or head dims are out of reach."""
+    for seed in range(2):
+        given = counted(options.get("lengths", (9, 20, 5)), (4, 20, 1)[: 2 if "lengths" in options else 3],
+                        seed, **{name: x for name, x in options.items() if name != "lengths"})  # fmt: skip
+        package.calls.clear()
+        assert_true(kernels.forward(*given), *given)
+        ((_, arguments),) = package.calls
+        assert arguments["page_table"] is None
+        assert arguments["v"].data_ptr() != given[2].data_ptr()
+        assert kernels.specialize("forward", given[:3], given[3]) is None
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_keys_that_are_not_aligned_or_are_expanded_are_not_read_as_pages(kernels, package, name):
+    given = counted((9, 20, 5), (4, 20, 1))
+    place = ("query", "key", "value").index(name)
+    for changed in (moved, lambda x: x[:, :1].expand(x.shape)):
+        tensors = [changed(x) if n == place else x for n, x in enumerate(given[:3])]
+        package.calls.clear()
+        assert_true(kernels.forward(*tensors, given[3]), *tensors, given[3])
+        assert package.calls[0][1]["page_table"] is None
+
+
+def test_a_launcher_of_counted_keys_runs_any_lengths_and_leaves_longer_pages_than_keys_to_python(
+    kernels, package
+):
+    for seed in range(2):
+        kernels.forward(*counted((9, 20, 5), (4, 20, 1), seed))
+    *tensors, call = counted((9, 20, 5), (4, 20, 1), 3)
+    launch = kernels.specialize("forward", tensors, call)
+    assert launch.takes == ("seqused_k",)
+    package.calls.clear()
+    for seed, (lengths, used) in enumerate((((31, 2), (30, 0)), ((7,), (3,)))):
+        *tensors, call = counted(lengths, used, seed)
+        offsets = call.cu_seqlens_q, call.cu_seqlens_k
+        for known in (False, True) if 0 not in used else (False,):
+            results = launch(*tensors, call.seqused_k, *offsets, call.max_q, call.max_k, known)
+            assert_true(results, *tensors, call)
+        assert launch(*tensors, call.seqused_k, *offsets, 1, len(tensors[1]) + 1, False) is None
+    assert package.calls == []
+
+
+def test_pages_are_launched_by_their_arguments(kernels, package):
+    for seed in range(3):
+        query, key, value, _ = (x[0] for x in dense(3, 48, batch=1, seed=seed, heads_k=2))
+        used = torch.tensor([9 + seed, 0, 16], dtype=torch.int32)
+        table = torch.tensor([[2, 0], [1, 1], [1 - seed % 2, 2]], dtype=torch.int32)
+        pages = [x.unflatten(0, (3, 16)).clone() for x in (key, value)]
+        offsets = torch.arange(4, dtype=torch.int32)
+        call = Call(0.25, 1, 32, cu_seqlens_q=offsets, seqused_k=used, block_table=table)
+        package.calls.clear()
+        results = kernels.forward(query, *pages, call)
+        assert [name for name, _ in package.calls] == ([] if seed else ["forward"])
+        rows = [x[table.long()].flatten(0, 2) for x in pages]
+        packed_call = call._replace(cu_seqlens_k=offsets * 32, block_table=None)
+        assert_true(results, query, *rows, packed_call)
+    launch = kernels.specialize("forward", (query, *pages), call)
+    assert launch.takes == ("seqused_k", "block_table")
 
 
 # Launchers

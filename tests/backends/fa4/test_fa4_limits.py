@@ -131,10 +131,16 @@ def test_many_packed_sequences_are_a_class_of_their_own(packed, differ):
 def test_the_lengths_that_decisions_change_at_are_declared():
     assert list(BACKEND.cuts(gpu_spec())) == [Cut.of("batch", at=65536)]
     assert list(BACKEND.cuts(gpu_spec(varlen=True))) == []
-    spec = gpu_spec(varlen=True, seqused_k=True, heads_q=6, heads_k=2)
-    (cut,) = BACKEND.cuts(spec)
-    assert cut == Cut.of("max_q", at=342)
+    spec = gpu_spec(varlen=True, seqused_k=True, heads_q=6, heads_k=2, head_dim=24, head_dim_v=24)
     assert [BACKEND.priority_for(dataclasses.replace(spec, max_q=n)) for n in (341, 342)] == [15, 30]
+    spec = gpu_spec(varlen=True, seqused_k=True, heads_q=6, heads_k=2, batch=10, max_q=1, max_k=9000)
+    changes = (
+        ("max_q", 342, [50, 30]), ("max_q", 2, [15, 50]), ("batch", 64, [15, 50]), ("max_k", 4097, [50, 15]),
+    )  # fmt: skip
+    for name, at, priorities in changes:
+        assert Cut.of(name, at=at) in BACKEND.cuts(spec)
+        sides = [dataclasses.replace(spec, **{name: n}) for n in (at - 1, at)]
+        assert [BACKEND.priority_for(each) for each in sides] == priorities
 
 
 # What it can't run

@@ -70,9 +70,12 @@ struct ProgramSize {
   }
 };
 
+enum class BufferKind : int64_t { kNew, kLike, kPages, kTable };
+
 struct ProgramBuffer {
-  int64_t like;  // the number of the tensor whose layout it has; -1 if its sizes follow
-  at::ScalarType dtype = at::kFloat;
+  BufferKind kind;
+  int64_t number = 0, tile = 0;  // the tensor that it is like, or a view of; the size that pages don't have
+  at::ScalarType dtype = at::kFloat;  // these of a new tensor
   std::vector<ProgramSize> sizes{};
   bool zero = false;
 };
@@ -169,8 +172,11 @@ inline std::shared_ptr<const Program> read_program(PyObject* described) {
   PyObject* const buffers = item(described, 3, &PyTuple_Type);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(buffers); i++) {
     PyObject* const each = item(buffers, i, &PyTuple_Type);
-    ProgramBuffer buffer{PyLong_AsLongLong(item(each, 0))};
-    if (buffer.like < 0) {
+    ProgramBuffer buffer{static_cast<BufferKind>(PyLong_AsLong(item(each, 0)))};
+    if (buffer.kind != BufferKind::kNew) {
+      buffer.number = PyLong_AsLongLong(item(each, 1));
+      buffer.tile = buffer.kind == BufferKind::kPages ? PyLong_AsLongLong(item(each, 2)) : 0;
+    } else {
       TORCH_CHECK_TYPE(THPDtype_Check(item(each, 1)), "attnreg: a program's buffer has no dtype");
       buffer.dtype = reinterpret_cast<THPDtype*>(item(each, 1))->scalar_type;
       buffer.zero = PyObject_IsTrue(item(each, 3)) == 1;
@@ -273,8 +279,8 @@ class OnStream {
 };
 
 inline at::Tensor allocated(const ProgramBuffer& buffer, const Tensors& tensors, const std::array<int64_t, kNumbers>& numbers) {
-  if (buffer.like >= 0) {
-    return at::empty_like(tensors[buffer.like]);
+  if (buffer.kind == BufferKind::kLike) {
+    return at::empty_like(tensors[buffer.number]);
   }
   c10::SmallVector<int64_t, 4> sizes;
   for (const ProgramSize& size : buffer.sizes) {
@@ -284,30 +290,83 @@ inline at::Tensor allocated(const ProgramBuffer& buffer, const Tensors& tensors,
   return buffer.zero ? at::zeros(sizes, options) : at::empty(sizes, options);
 }
 
+// How many rows a page of a buffer has, of sequences up to this length.
+inline int64_t page_of(const ProgramBuffer& buffer, int64_t longest) {
+  return longest + (longest == buffer.tile);
+}
+
+// Whether pages of rows have as many rows as the tensor at most.
+inline bool pages_fit(const Program& program, const Tensors& tensors, int64_t longest) {
+  return std::all_of(program.buffers.begin(), program.buffers.end(), [&](const ProgramBuffer& buffer) {
+    return buffer.kind != BufferKind::kPages || page_of(buffer, longest) <= tensors[buffer.number].size(0);
+  });
+}
+
+struct Shape {
+  std::array<int64_t, 4> sizes, strides;
+};
+
+// A view, which needs no tensor of torch's: rows (T, H, D) as pages that overlap, or offsets (B + 1,) as their table (B, 1).
+inline DLTensor view_of(const ProgramBuffer& buffer, const at::Tensor& x, int64_t longest, Shape& shape) {
+  DLTensor view = dl_tensor(x);
+  if (buffer.kind == BufferKind::kTable) {
+    shape = {{x.size(0) - 1, 1}, {x.stride(0), 1}};
+    view.ndim = 2;
+  } else {
+    const int64_t page = page_of(buffer, longest);
+    shape = {{x.size(0) - page + 1, page, x.size(1), x.size(2)}, {x.stride(0), x.stride(0), x.stride(1), x.stride(2)}};
+    view.ndim = 4;
+  }
+  view.shape = shape.sizes.data();
+  view.strides = shape.strides.data();
+  return view;
+}
+
+// The tensors that a program numbers: those of the kernel, of options, and both offsets.
+inline Tensors numbered(const Launch& call) {
+  Tensors tensors(call.tensors.begin(), call.tensors.begin() + static_cast<std::ptrdiff_t>(call.operands()));
+  for (const at::Tensor* option : {call.used, call.table}) {
+    if (option) {
+      tensors.push_back(*option);
+    }
+  }
+  tensors.append(call.tensors.begin() + static_cast<std::ptrdiff_t>(call.operands()), call.tensors.end());
+  return tensors;
+}
+
 // Run a program; false if there is none for the call.
 inline bool launch(const Programs& programs, const Launch& call, Tensors& results) {
   const at::Tensor &query = call.query(), &key = call.tensors[call.is_forward ? 1 : 2];
-  if (query.numel() == 0 || key.numel() == 0 || call.used || call.table) {
-    return false;  // programs read no counts of keys and no pages
+  if (query.numel() == 0 || key.numel() == 0) {
+    return false;
   }
   const auto program = program_for(programs, call.lengths);
-  if (!program) {
+  const int64_t longest = call.lengths.numbers[Lengths::kMaxK];
+  if (!program || !pages_fit(*program, call.tensors, longest)) {
     return false;
   }
   std::array<int64_t, kNumbers> numbers;
   std::copy_n(call.lengths.numbers, Lengths::kCount, numbers.begin());
   numbers[5] = query.size(-2);
   numbers[6] = key.size(-2);
-  Tensors tensors(call.tensors.begin(), call.tensors.end());
+  Tensors tensors = numbered(call);
   for (const int64_t number : program->contiguous) {
     tensors[number] = tensors[number].contiguous();
-  }
-  for (const ProgramBuffer& buffer : program->buffers) {
-    tensors.push_back(allocated(buffer, tensors, numbers));
   }
   c10::SmallVector<DLTensor, 24> described;
   for (const at::Tensor& tensor : tensors) {
     described.push_back(dl_tensor(tensor));
+  }
+  c10::SmallVector<Shape, 4> shapes(program->buffers.size());
+  for (size_t i = 0; i < program->buffers.size(); i++) {
+    const ProgramBuffer& buffer = program->buffers[i];
+    if (buffer.kind == BufferKind::kPages || buffer.kind == BufferKind::kTable) {
+      described.push_back(view_of(buffer, tensors[buffer.number], longest, shapes[i]));
+      tensors.emplace_back();
+    } else {
+      tensors.push_back(allocated(buffer, tensors, numbers));
+      described.push_back(dl_tensor(tensors.back()));
+    }
   }
   {
     const OnStream on_stream(program->ffi, query);
