@@ -105,6 +105,9 @@ def register_backend(
 ) -> Handle:
     """Put a backend first for the devices that it serves, and run PyTorch's own functions on it.
 
+    Each call adds a registration, also for the same backend, and a handle undoes only its own. A notebook's
+    cell that runs twice therefore leaves one behind: use a `with` block in cells that run again.
+
     Args:
         backend: the name of a known backend, in any case, or of a kernel from the hub
             (`hub:owner/repository@revision`), or a `Backend` of the caller's own.

@@ -155,6 +155,11 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
     return by_key[near[0]] if near else ""
 
 
+# As `torch.compiler.assume_constant_result` marks a function. Dynamo can't trace difflib, and would say so in
+# place of the message.
+nearest._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 # Tracebacks and messages show the public name of each class, not this module.
 for _error in (AttnregError, *AttnregError.__subclasses__()):
     _error.__module__ = "attnreg"

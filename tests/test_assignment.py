@@ -345,6 +345,10 @@ WRONG = [
         Model(), {"*": "math", "layers.0.self_atn": "cpu"}, attnreg.InvalidInputError,
         r"'layers.0.self_atn', which matches no module.*did you mean 'layers\.0\.self_attn'\?",
     ),
+    (
+        Model(), {"*.att": "cpu"}, attnreg.InvalidInputError,
+        r"'\*\.att', which matches no module, expected a pattern for names of model\.named_modules\(\)$",
+    ),
     (Model(), None, attnreg.InvalidInputError, r"got no patterns, and no settings in force have \[modules\]"),
     (nn.Sequential(Streams()), {"0": "math"}, attnreg.InvalidInputError, "'0', whose forward runs after its"),
 ]  # fmt: skip

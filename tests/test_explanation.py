@@ -1,6 +1,7 @@
 """Promises of `explain`: it says what would run, who decided and why not the others, and it is right."""
 
 import dataclasses
+import io
 import json
 import sys
 
@@ -112,6 +113,24 @@ def test_lines_fit_the_terminal_and_a_pipe_gets_whole_ones(known, fake, monkeypa
         assert "pip install 'its[own]'" in verbose and max(map(len, verbose.splitlines())) <= columns
     first, second, *_ = text.splitlines()
     assert first.startswith("torch's own kernel, ") and second.startswith("  choose: cpu forward")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_an_explanation_can_be_printed_in_the_encoding_of_stdout(monkeypatch, encoding):
+    explanation = explain(spec(), backend="math")
+    bytes_ = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(bytes_, encoding=encoding))
+    sys.stdout.write(f"{explanation}\n")
+    sys.stdout.flush()
+    printed = bytes_.getvalue().decode(encoding)
+    assert printed == f"{explanation.text()}\n".replace("·", "." if encoding == "ascii" else "·")
+    assert "as (B, S, H, D) . float32\n" in printed or encoding != "ascii"
+
+
+@pytest.mark.parametrize("stdout", [None, io.StringIO()], ids=["none", "without an encoding"])
+def test_without_an_encoding_of_stdout_the_text_is_whole(monkeypatch, stdout):
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert "as (B, S, H, D) · float32\n" in str(explain(spec(), backend="math"))
 
 
 def test_a_wrapped_line_begins_at_its_own_indentation_and_goes_on_two_columns_behind():

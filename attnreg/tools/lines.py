@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from typing import IO
+from typing import IO, Any, TextIO
 
 # What is never broken: commands, and shapes with their commas. Any other blank may end a line.
 WHOLE = re.compile(
@@ -19,6 +20,10 @@ GAP = 2
 LEAST_WIDTH = 28
 # The indentation and the first column of a row.
 FIRST_COLUMN = re.compile(rf" *\S+ {{{GAP},}}")
+# What replaces a character that the encoding of stdout lacks; "?" for all others.
+IN_ASCII = {"µ": "u", "·": ".", "×": "x"}
+# The name of the error handler of encodings that replaces them so.
+REPLACING = "attnreg"
 
 
 def counted(number: int, noun: str) -> str:
@@ -33,6 +38,27 @@ def width_of(stream: IO[str]) -> int | None:
     except (AttributeError, ValueError):  # what some programs put in the place of stdout; a closed one
         is_terminal = False
     return shutil.get_terminal_size().columns if is_terminal else None
+
+
+def register_replacing() -> None:
+    """Register the error handler `REPLACING`."""
+
+    def replacement(error: Any) -> tuple[str, int]:
+        return IN_ASCII.get(error.object[error.start], "?"), error.start + 1
+
+    codecs.register_error(REPLACING, replacement)
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    """Return a text that a stream can encode: what its encoding lacks is replaced if it would be an error."""
+    try:
+        text.encode(stream.encoding, stream.errors or "strict")
+    except UnicodeEncodeError:
+        register_replacing()
+        return text.encode(stream.encoding, REPLACING).decode(stream.encoding)
+    except (AttributeError, TypeError, LookupError):  # what some programs put in the place of stdout
+        pass
+    return text
 
 
 def wrapped(text: str, width: int | None) -> list[str]:

@@ -237,6 +237,15 @@ def test_init_writes_a_template_with_its_comments(call, tmp_path, template):
     )
 
 
+@pytest.mark.parametrize("name", ["attnreg", "attnreg.conf", "attnreg.json", "attnreg.jsonl", "attnreg.toml"])
+def test_a_file_that_is_not_there_is_said_to_be_missing_whatever_its_suffix(call, tmp_path, name):
+    file = tmp_path / name
+    result = call("check", str(file), "--json")
+    assert result.exit_code == 2
+    (fault,) = faults_of(result)[str(file)]
+    assert fault.startswith(f"{file}: can't be read") and "no such file or directory" in fault.lower()
+
+
 def test_init_names_the_templates(call, tmp_path):
     named = call("init", str(tmp_path / "x.json"))
     assert (named.exit_code, "got the suffix '.json', expected a name" in named.stderr) == (2, True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.command_line import broken_loader, rows, words
 
 import attnreg
@@ -168,10 +169,30 @@ def test_verify_passes_over_what_cannot_run_and_fails_if_it_was_named(call, fake
     assert reasons["crashes"].startswith("failed to load: ImportError: libcuda.so")
     assert reasons["plugin"] == "failed to load: ImportError: no such symbol"
     assert reasons["unwanted"] == "is disabled by ATTNREG_DISABLE"
-    assert reasons["elsewhere"] == "runs on cuda only"
-    assert "absent not run: can't load here: not installed" in words(call(*QUICK))
+    assert reasons["elsewhere"].startswith("runs on cuda only, and the device is cpu")
+    assert "absent - - - - not run: can't load here: not installed" in words(call(*QUICK))
     for named in ("absent,math", "absent"):
         assert call(*QUICK, "--backend", named).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "why"),
+    [
+        (False, "runs on cuda only, and the device is cpu; torch finds no GPU here"),
+        (True, "runs on cuda only, and the device is cpu"),
+    ],
+)
+def test_verify_of_a_backend_of_another_device_says_why_it_runs_nothing(
+    call, fake, plugins, monkeypatch, has_gpu, why
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    plugins(elsewhere=fake("elsewhere", devices=("cuda",)).backend, sound=fake("sound").backend)
+    alone = call(*QUICK, "--backend", "elsewhere")
+    assert (alone.exit_code, words(alone)) == (1, f"Not run backend why elsewhere {why}")
+    with_another = call(*QUICK, "--backend", "elsewhere,sound")
+    assert with_another.exit_code == 1
+    summary = words(with_another).partition("Summary ")[2]
+    assert f"elsewhere - - - - not run: {why}" in summary and "sound 4 0 0 " in summary
 
 
 def test_verify_takes_the_backends_dtypes_and_cases_that_are_named(call):

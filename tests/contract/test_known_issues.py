@@ -1,5 +1,8 @@
 """Promises of the known issues: a row speaks of the calls that it describes and of no other."""
 
+from pathlib import Path
+from zipfile import ZipFile
+
 import pytest
 from packaging.specifiers import SpecifierSet
 from support.processes import forked
@@ -233,7 +236,7 @@ NUMBERS = {"at_least", "at_most", "less_than", "more_than", "multiple_of", "modu
 
 
 def test_the_rows_that_are_shipped_are_well_formed_of_existing_backends_and_worded_as_all_reasons():
-    issues = known_issues.read(known_issues.FILE)
+    issues = known_issues.read(Path(known_issues.__file__).with_name("known_issues.toml"))
     known = {one.name for one in registry.entries().values()} | {one.name for one in ROUTED.values()}
     assert issues and {issue.backend for issue in issues} <= known
     for issue in issues:
@@ -285,6 +288,32 @@ def test_importing_and_listing_read_no_row():
         "assert not known_issues._rows.cache_info().currsize"
     )
     run = forked(script)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+IN_A_ZIP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, attnreg
+assert attnreg.__file__.startswith(sys.argv[1]), attnreg.__file__
+from attnreg.core.registry import known_issues
+assert known_issues._rows()
+tokens, offsets = torch.randn(8, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+found = attnreg.varlen_attn(tokens, tokens, tokens, offsets, offsets, 5, 5, backend="math")
+assert attnreg.stats().calls == {"math": {"forward": 1, "backward": 0}}
+for begin, end in ((0, 3), (3, 8)):
+    rows = tokens[begin:end].transpose(0, 1)
+    expected = torch.softmax(rows @ rows.mT / 4, -1) @ rows
+    torch.testing.assert_close(found[begin:end], expected.transpose(0, 1))
+"""
+
+
+def test_rows_are_read_from_a_package_in_a_zip_file(tmp_path):
+    package = Path(attnreg.__file__).parent
+    with ZipFile(tmp_path / "attnreg.zip", "w") as archive:
+        for file in (*package.rglob("*.py"), *package.rglob("*.toml")):
+            archive.write(file, file.relative_to(package.parent))
+    run = forked(IN_A_ZIP, tmp_path / "attnreg.zip", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (run.returncode, run.stderr) == (0, "")
 
 

@@ -181,6 +181,15 @@ def test_tune_says_why_a_backend_has_no_times_of_a_call(tune):
     assert "Refused" not in words(tune("--q", "1,16,2,32", "--dtype", "fp32", "--fresh"))
 
 
+def test_tune_counts_calls_that_it_cannot_measure_apart_from_those_that_are_left(tune):
+    refused = ("--q", "1,16,2,32", "--q", "1,24,2,32", "--head-dim-v", "16", "--dtype", "fp32")
+    result = tune(*refused, "--backend", "cpu")
+    assert result.exit_code == 1
+    text = words(result)
+    assert "Not measured call why query (1, 16, 2, 32)" in text
+    assert "measured 0 points; 2 of 2 calls can't be measured, 0 are left" in text
+
+
 def test_tune_goes_on_where_it_ended_and_begins_anew_with_fresh(tune, backends):
     def measured(*options):
         return json.loads(tune(*options, "--backend", "slow", "--json").stdout)

@@ -226,6 +226,20 @@ def test_compiled_code_with_a_softcap_out_of_range_has_the_error_of_eager_code(p
         attend(*packed((3, 4)))
 
 
+def test_a_misspelt_argument_in_compiled_code_is_named_as_in_eager_code(packed):
+    def attend(*tensors):
+        return attnreg.varlen_attn(*tensors, 5, 5, is_casual=True)
+
+    named = "unexpected keyword argument 'is_casual'; did you mean 'is_causal'?"
+    tensors = packed((3, 5))[:5]
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+        compiled(attend)(*tensors)
+    assert named in str(error.value)
+    with pytest.raises(TypeError) as error:
+        torch.compile(attend, backend="eager")(*tensors)
+    assert named in str(error.value)
+
+
 def test_longest_lengths_that_are_tensors_break_the_graph_and_are_right(packed, ran):
     attend = torch.compile(
         lambda *call, **options: attnreg.varlen_attn(*call, **options), backend="aot_eager"

@@ -12,14 +12,15 @@ import operator
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
+from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
 
 from attnreg.core.contract.lengths import LENGTHS, Cut
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.torchlib.isolation import raise_if_of_program
 
-FILE = Path(__file__).with_name("known_issues.toml")
+NAME = "known_issues.toml"
 
 
 def against(
@@ -76,7 +77,7 @@ _STEPS = {
 
 @functools.cache
 def _rows() -> tuple[Issue, ...]:
-    return read(FILE)
+    return read(resources.files(__package__) / NAME)  # no path: the package may be imported from a zip file
 
 
 def text_of(version: Callable[[], str | None]) -> str:
@@ -167,9 +168,9 @@ def _contains(versions: str, version: str, simulated: bool) -> bool:
         return not simulated
 
 
-def read(path: Path) -> tuple[Issue, ...]:
+def read(file: Traversable) -> tuple[Issue, ...]:
     """Return the rows of a file; any exception means that a row is malformed."""
-    return tuple(map(_issue, tomllib.loads(path.read_text(encoding="utf-8"))["issue"]))
+    return tuple(map(_issue, tomllib.loads(file.read_text(encoding="utf-8"))["issue"]))
 
 
 def _issue(row: dict[str, Any]) -> Issue:

@@ -8,7 +8,6 @@ codes: 0; 1 nothing can run, or a backend is wrong; 2 usage; 130 and 141 for Ctr
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import importlib
 import io
@@ -23,6 +22,7 @@ from typer.main import get_command
 from attnreg import __version__
 from attnreg.errors import AttnregError
 from attnreg.tools.cli.output import report_errors
+from attnreg.tools.lines import REPLACING, register_replacing
 
 COMMANDS = (
     "info", "explain", "verify", "warmup", "build", "tune", "lock", "check", "init", "run", "report",
@@ -38,10 +38,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-
-# What stands for a character that the encoding of stdout lacks; "?" for all others.
-IN_ASCII = {"µ": "u", "·": ".", "×": "x"}
 
 
 def main() -> None:
@@ -75,17 +71,13 @@ def _ended_by_closed_pipe() -> Iterator[None]:
 @contextlib.contextmanager
 def _any_encoding() -> Iterator[None]:
     """Replace what the encoding of stdout lacks: an error would come after the work. Not for `run`."""
-
-    def replacement(error: Any) -> tuple[str, int]:
-        return IN_ASCII.get(error.object[error.start], "?"), error.start + 1
-
-    codecs.register_error("attnreg", replacement)
+    register_replacing()
     stdout = sys.stdout
     if not isinstance(stdout, io.TextIOWrapper):
         yield
         return
     before = stdout.errors
-    stdout.reconfigure(errors="attnreg")
+    stdout.reconfigure(errors=REPLACING)
     try:
         yield
     finally:

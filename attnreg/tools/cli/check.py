@@ -88,7 +88,14 @@ def _of_file(file: Path) -> Iterator[Finding]:
         recording = functools.partial(traces.read, most=sys.maxsize)
         yield from _faults(recording if is_recording(file) else lambda file: lines.read([file]), file)
     else:
-        yield Finding(f"{file}: got the suffix {file.suffix!r}, expected {FILES}")
+        missing = list(_faults(_look_up, file))
+        yield from missing or [Finding(f"{file}: got the suffix {file.suffix!r}, expected {FILES}")]
+
+
+def _look_up(file: Path) -> None:
+    """Raise a `ConfigError` unless there is a file of this name."""
+    with file_errors(file, "read"):
+        file.stat()
 
 
 def is_recording(file: Path) -> bool:

@@ -243,11 +243,15 @@ def measurable(named: tuple[str, ...], device: torch.device, files: bool = True)
 
 
 def _reason(entry: Entry, device: torch.device, disabled_by: str) -> str:
+    import torch
+
     if disabled_by:
         return f"is disabled by {disabled_by}"
     backend = entry.open()
     if backend is not None and device.type not in backend.devices:
-        return f"runs on {', '.join(backend.devices)} only"
+        lacks_gpu = "cuda" in backend.devices and not torch.cuda.is_available()
+        here = f"{device.type}{'; torch finds no GPU here' if lacks_gpu else ''}"
+        return f"runs on {', '.join(backend.devices)} only, and the device is {here}"
     try:
         entry.kernels()
     except BackendUnavailableError:

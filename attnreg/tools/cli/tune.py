@@ -235,6 +235,8 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
     if data["refused"]:
         output.table("Refused, shown as -", data["refused"].items(), ("backend", "why"))
     left = f"{data['left']} of {data['calls']} calls are left"
+    if unmeasured := len({spec for spec, _ in session.skipped}.intersection(specs)):
+        left = f"{unmeasured} of {data['calls']} calls can't be measured, {data['left']} are left"
     summary = {
         "end": end,
         "measured": f"{counted(data['measured'], 'point')}; {left}",

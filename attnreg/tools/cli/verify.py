@@ -264,7 +264,10 @@ def _print(backends: list[dict[str, Any]], device: torch.device, most: int) -> N
             )
             output.table("Compiled kernel", [(data["name"], text)])
     headers = ("backend", "right", "wrong", "skipped", "worst", "where")
-    output.table("Summary", map(_summary, backends), headers)
+    if all(data["reason"] for data in backends):
+        output.table("Not run", ((data["name"], data["reason"]) for data in backends), ("backend", "why"))
+    else:
+        output.table("Summary", map(_summary, backends), headers)
     if explained:
         output.console().print(LEGEND)
     if any(len(data["rows"]) > most for data in backends):
@@ -323,7 +326,7 @@ def _number(error: float | None, is_nan: bool) -> str:
 
 def _summary(backend: dict[str, Any]) -> tuple[str, ...]:
     if backend["reason"]:
-        return backend["name"], "", "", "", "", f"not run: {backend['reason']}"
+        return backend["name"], "-", "-", "-", "-", f"not run: {backend['reason']}"
     counts = (str(backend[state]) for state in ("right", "wrong", "skipped"))
     worst = backend["worst"]
     if worst is None:

@@ -16,7 +16,7 @@ from attnreg.core.selection.render import ELIGIBLE, decision_table, headline
 from attnreg.core.torchlib import building
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.tools.explanation.call_spec import shapes_as
-from attnreg.tools.lines import aligned, fitted, width_of
+from attnreg.tools.lines import aligned, encodable, fitted, width_of
 
 RUNS = "runs it"
 # How the note begins that the first line has already where torch's own kernel runs the call.
@@ -107,8 +107,11 @@ class Explanation:
         return "\n".join(fitted(part, width) for part in parts)
 
     def __str__(self) -> str:
-        """Return the text, in lines that fit the terminal that stdout is; whole lines for a pipe."""
-        return self.text(width=width_of(sys.stdout))
+        """Return the text, in lines that fit the terminal that stdout is; whole lines for a pipe.
+
+        Characters that the encoding of stdout lacks are replaced, so that `print` doesn't fail.
+        """
+        return encodable(self.text(width=width_of(sys.stdout)), sys.stdout)
 
     def _decisions(self) -> tuple[Decision, ...]:
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
