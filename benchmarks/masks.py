@@ -1,6 +1,6 @@
 """Padded batches with a boolean mask: torch's own masked call against the same call with masks recognised.
 
-    python benchmarks/masks.py [--device cpu|cuda] [--rounds N] [--out FILE]
+    python benchmarks/masks.py [--device cpu|cuda] [--rounds N] [--unmasked] [--out FILE]
 
 Each batch is padded on the right to its longest sequence, by 0, 33 and 67 %. Its mask hides the padded keys
 (an encoder's), or these and later keys (a decoder's). Both sides get the same tensors (B, H, S, D), in memory
@@ -8,6 +8,9 @@ Each batch is padded on the right to its longest sequence, by 0, 33 and 67 %. It
 `F.scaled_dot_product_attention`, and attnreg's with `masks = "recognise"`. The mask is recognised before the
 clock starts, because that happens once for all layers of a step. The time of the first use, with the
 read-back, is a column of its own. The figure is torch's time over attnreg's, by round, median.
+
+`--unmasked` measures instead what the look costs a small call without a mask, as attnreg stands in the place
+of SDPA: one batch that repeats, by both functions on the same backend.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+CALLS, BURSTS, WARM_UP = 40, 100, 10  # of the call without a mask
 
 TORCHS = F.scaled_dot_product_attention  # before attnreg replaces it
 
@@ -133,6 +138,21 @@ def look(mask: Tensor, sizes: Sizes, rounds: int) -> float:
     return statistics.median(seconds)
 
 
+def unmasked(device: torch.device, rounds: int) -> tuple[float, float]:
+    """Return the microseconds of a small call without a mask: through attnreg's SDPA, and through torch's."""
+    timer, ways = timer_for(device), {"attnreg": F.scaled_dot_product_attention, "torch": TORCHS}
+    tensors = [torch.randn(1, 4, 8, 64, device=device, dtype=torch.bfloat16) for _ in "qkv"]
+
+    def burst(function: Callable[..., Tensor]) -> float:
+        return timer.back_to_back(lambda: function(*tensors, is_causal=True), CALLS)
+
+    bursts = {name: lambda function=function: burst(function) for name, function in ways.items()}
+    interleaved(bursts, WARM_UP)
+    taken = interleaved(bursts, BURSTS * rounds)
+    attnregs, torchs = (statistics.median(taken[name]) * 1e6 for name in ways)
+    return attnregs, torchs
+
+
 def row(result: dict[str, Any]) -> tuple[str, ...]:
     """Return a result as a row of the table."""
     what = f"{result['length']}, {result['dtype']}, {result['mask']}, {result['directions']}"
@@ -143,10 +163,16 @@ def row(result: dict[str, Any]) -> tuple[str, ...]:
 def main() -> None:
     """Measure every batch and print the table."""
     parser = parser_of(__doc__, rounds=11, devices=SIZES)
+    parser.add_argument("--unmasked", action="store_true", help="measure a call without a mask")
     options = parser.parse_args()
     show_machine()
     attnreg.configure({"masks": "recognise"})
     device, results = torch.device(options.device), []
+    if options.unmasked:
+        attnregs, torchs = unmasked(device, options.rounds)
+        print(f"microseconds: {attnregs:.2f} through attnreg's SDPA, {torchs:.2f} through torch's")
+        save(options.out, {"attnreg": attnregs, "torch": torchs})
+        return
     cases = itertools.product(SIZES[options.device], (False, True), (False, True), PADDINGS)
     for sizes, causal, backward, padding in cases:
         results.append(measure(sizes, padding, causal, backward, device, options.rounds))

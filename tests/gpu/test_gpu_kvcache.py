@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 ROOM, USED = 700, (0, 699, 1, 300, 65)
 
 
-def drawn(heads, tokens, dim=64, dtype=torch.bfloat16):
+def drawn(heads, tokens, dim=64, dtype=torch.bfloat16, room=ROOM):
     """Return queries, caches with NaN in all that isn't used, new keys and values, and the used counts."""
     generator = torch.Generator("cuda").manual_seed(1)
 
@@ -21,9 +21,9 @@ def drawn(heads, tokens, dim=64, dtype=torch.bfloat16):
         return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
     used = torch.tensor(USED, dtype=torch.int32, device="cuda").clamp(max=ROOM - tokens)
-    caches = [normal(ROOM, heads[1]) for _ in range(2)]
+    caches = [normal(room, heads[1]) for _ in range(2)]
     for cache in caches:
-        cache.masked_fill_((torch.arange(ROOM, device="cuda") >= used[:, None])[..., None, None], torch.nan)
+        cache.masked_fill_((torch.arange(room, device="cuda") >= used[:, None])[..., None, None], torch.nan)
     return normal(tokens, heads[0]), caches, (normal(tokens, heads[1]), normal(tokens, heads[1])), used
 
 
@@ -76,11 +76,14 @@ def test_keys_that_count_are_seen_and_no_others(named, ran, heads, tokens, appen
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [((8, 2), 1), ((8, 2), 4), ((4, 4), 1)], ids=str)
-def test_where_nothing_is_asked_for_fa2_decodes(ran, heads, tokens):
-    q, caches, new, used = drawn(heads, tokens)
-    out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=used, causal=True)
-    truth.assert_near(out, expected(q, caches, new, used)[0], torch.bfloat16)
-    assert ran() == {"FA2": (1, 0)}
+def test_where_nothing_is_asked_for_fa4_decodes_or_fa2_if_it_splits_keys(ran, heads, tokens):
+    for room in (ROOM, 5000):
+        q, caches, new, used = drawn(heads, tokens, room=room)
+        attnreg.reset_stats()
+        out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=used, causal=True)
+        truth.assert_near(out, expected(q, caches, new, used)[0], torch.bfloat16)
+        splits = room == 5000 and (heads, tokens) == ((8, 2), 1)
+        assert ran() == {"FA2" if splits else "FA4": (1, 0)}
 
 
 # ---- steps that the call cache repeats
@@ -166,7 +169,7 @@ def test_new_rows_are_written_into_a_cache_of_any_layout_and_nothing_else_is(
                     assert torch.equal(cache[place, count : count + tokens], rows[place]), number
                     assert cache[place, count + tokens :].isnan().all()
                 assert torch.equal(cache[len(q) :], before[len(q) :])
-    assert ran() == {"FA2": (10, 0)}
+    assert ran() == {"FA4" if dim == 64 else "FA2": (10, 0)}  # pages need head dims in steps of 16
 
 
 @pytest.mark.parametrize("with_lse", [False, True])

@@ -1,0 +1,163 @@
+"""What choosing costs at first sight: calls of lengths that the program has never had, on random shapes.
+
+    python benchmarks/first_sight.py [--count N] [--seed S] [--seconds S] [--backends FA4,FA2] [--out FILE]
+
+The shapes are those of `attnreg bench selection --random`. Each side makes calls of a shape's kind, whose
+lengths are within a quarter of the shape's and never repeat. The first twelve don't count: the kind is
+decided in them, and `adaptive` has its turns. A figure is the median of further calls, from an idle device to
+an idle device, and their mean, which counts each decision that new lengths need. The ratio is to the backend
+with the least median among those that always run. Dense calls never always run on cuDNN: for each new shape
+it builds an execution plan, which takes 50 ms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from _program import parser_of, show, show_machine
+
+import attnreg
+from attnreg.core import registry
+from attnreg.core.dispatch import planning
+from attnreg.core.times import adaptive
+from attnreg.tools.bench import sides
+from attnreg.tools.bench.ahead import compile_ahead
+from attnreg.tools.bench.report import save
+from attnreg.tools.bench.shapes import BOTH, FORWARD, drawn, trains
+from attnreg.tools.measure import Case, inputs
+from attnreg.tools.measure.timing import shuffled, timer_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+WARM_UP, CALLS, LEAST, NEAR = 12, 10, 0.75, 0.05
+CHOSEN, ADAPTIVE, FIXED = "measured", "adaptive", "always "
+
+
+def near(shape: Case, draw: random.Random) -> Case:
+    """Return a call of a shape's kind, of lengths up to a quarter shorter."""
+    alike = len(set(shape.lens_k)) == 1 and not shape.varlen
+    factors = [draw.uniform(LEAST, 1.0) for _ in shape.lens_k]
+    if alike:
+        factors = factors[:1] * len(factors)
+    lens_k = [max(1, round(n * x)) for n, x in zip(shape.lens_k, factors, strict=True)]
+    lens_q = lens_k if trains(shape) else shape.lens_q
+    return dataclasses.replace(shape, lens_q=tuple(lens_q), lens_k=tuple(lens_k))
+
+
+def call_of(case: Case, device: torch.device, seed: int) -> tuple[list[Tensor], Callable[..., Tensor]]:
+    """Return query, key and value, and the function of them that a program calls."""
+    *tensors, _, call = inputs(case, device, seed, drawn_on=device)
+    shared = case.heads[0] != case.heads[1]
+    if case.varlen:
+        offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k
+        return tensors, lambda q, k, v: attnreg.varlen_attn(
+            q, k, v, *offsets, is_causal=case.is_causal, enable_gqa=shared
+        )
+    sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=case.is_causal, enable_gqa=shared)
+    return [x.transpose(1, 2) for x in tensors], sdpa
+
+
+def run(tensors: list[Tensor], function: Callable[..., Tensor], grad: bool) -> Tensor:
+    """Run a call and, if `grad`, its backward; return the output."""
+    with torch.set_grad_enabled(grad):
+        out = function(*tensors)
+    if grad:
+        torch.autograd.grad(out, tensors, out.detach())
+    return out.detach()
+
+
+def measure(
+    shape: Case, ways: dict[str, Any], device: torch.device, rounds: int, seed: str
+) -> dict[str, Any]:
+    """Return the seconds of the calls of each way, by step."""
+    taken: dict[str, dict[str, list[float]]] = {}
+    timer, draw = timer_for(device), random.Random(seed)
+    # The ways that choose come first: a plan that cuDNN has built is there for the ways behind them.
+    choosing, fixed = ([name for name in ways if name.startswith(FIXED) is x] for x in (False, True))
+    for step in (FORWARD, BOTH) if trains(shape) else (FORWARD,):
+        for number in range(rounds):
+            cases = [near(shape, draw) for _ in range(WARM_UP + CALLS)]
+            calls = [call_of(case, device, number) for case in cases]
+            for tensors, _ in calls:
+                for x in tensors:
+                    x.requires_grad_(step == BOTH)
+            outs = {}
+            for name in (*shuffled(choosing), *shuffled(fixed)):
+                with ways[name]():
+                    for tensors, function in calls[:WARM_UP]:
+                        run(tensors, function, step == BOTH)
+                    for tensors, function in calls[WARM_UP:]:
+                        timer.wait()
+                        begun = timer.now()
+                        outs[name] = run(tensors, function, step == BOTH)
+                        timer.wait()
+                        taken.setdefault(step, {}).setdefault(name, []).append(timer.now() - begun)
+            expected = next(iter(outs.values())).float()
+            for name, out in outs.items():
+                if float((out.float() - expected).abs().max()) > NEAR:
+                    raise SystemExit(f"{shape.name}: {name} is wrong")
+    return taken
+
+
+def ratios(taken: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
+    """Return of each way its median and its mean over those of the best backend."""
+    medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    best = min((name for name in medians if name.startswith(FIXED)), key=medians.__getitem__)
+    means = {name: statistics.fmean(seconds) for name, seconds in taken.items()}
+    return {name: (medians[name] / medians[best], means[name] / means[best]) for name in taken}
+
+
+def main() -> None:
+    """Measure shapes while there is time, and print the ratios."""
+    parser = parser_of(__doc__, rounds=2, devices=("cpu", "cuda"))
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--backends", default="FA4,FA2,cuDNN", help="comma list")
+    options = parser.parse_args()
+    show_machine()
+    device, names = torch.device(options.device), options.backends.split(",")
+    shapes = [drawn(options.seed, number, device.type) for number in range(options.count)]
+    deadline, rows = time.monotonic() + options.seconds, []
+    specs = [shape.spec(planning.device_of(device), needs_backward=trains(shape)) for shape in shapes]
+    compile_ahead(specs, [registry.find(name) for name in names], options.seconds)
+    with adaptive.from_nothing():
+        for number, shape in enumerate(shapes):
+            if time.monotonic() > deadline:
+                break
+            ways = {
+                CHOSEN: functools.partial(sides.settings, "measured", among=names),
+                ADAPTIVE: functools.partial(sides.settings, "adaptive", among=names),
+            } | {
+                FIXED + name: functools.partial(attnreg.register_backend, name)
+                for name in names
+                if name != "cuDNN" or shape.varlen
+            }  # fmt: skip
+            taken = measure(shape, ways, device, options.rounds, f"{options.seed}/{number}")
+            rows.append({"case": shape.name, "seconds": taken})
+            save(options.out, rows)
+    for step in (FORWARD, BOTH):
+        measured = [(row["case"], ratios(row["seconds"][step])) for row in rows if step in row["seconds"]]
+        cells = []
+        for way in (CHOSEN, ADAPTIVE, *(FIXED + name for name in names)):
+            both = [each[way] for _, each in measured if way in each]
+            medians, means = zip(*both, strict=True)
+            worst = max(measured, key=lambda row: row[1].get(way, (0.0,))[0])[0]
+            numbers = statistics.fmean(medians), max(medians), statistics.fmean(means), max(means)
+            cells.append((way, *(f"{number:.3f}" for number in numbers), str(len(both)), worst))
+        header = ("way", "medians", "worst", "means", "worst mean", "shapes", "worst shape")
+        show(f"{step}, over the best backend", header, cells)
+
+
+if __name__ == "__main__":
+    main()
