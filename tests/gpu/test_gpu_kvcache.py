@@ -201,3 +201,28 @@ def test_a_step_on_another_stream_has_offsets_of_its_own(compiled_cache, in_pyth
             assert len(in_python) == taken
             torch.cuda.synchronize()
             truth.assert_near(out, right, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.only_for("FA2", "FA4")
+def test_a_cache_of_more_elements_than_int32_counts_is_read_at_its_end(named, ran):
+    """Two caches of 7 GB. Pages that overlap begin at each row, so a page's number is up to 3,276,800."""
+    batch, room, heads, dim = 200, 16384, 8, 128
+    assert batch * room * heads * dim > 2**31
+    caches = [torch.zeros(batch, room, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
+    rows = torch.randn(3, 2, 90, heads, dim, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    places = 0, batch // 2, batch - 1
+    for place, pair in zip(places, rows, strict=True):
+        for cache, numbers in zip(caches, pair, strict=True):
+            cache[place, :90] = numbers
+    q = rows[0, 0, :1].to(torch.bfloat16).expand(batch, 1, heads, dim).contiguous()
+    used = torch.full((batch,), 90, dtype=torch.int32, device="cuda")
+    with attnreg.use_backend(named):
+        for _ in range(3):
+            out = flash_attn_with_kvcache(q, *caches, cache_seqlens=used, causal=True)
+            torch.cuda.synchronize()
+    assert ran() == {named: (3, 0)}
+    for place in places:
+        keys, values = (x[place, :90].double() for x in caches)
+        right, _ = truth.attention(q[place].double(), keys, values, window=(-1, 0))
+        truth.assert_near(out[place], right, torch.bfloat16)
