@@ -21,6 +21,7 @@ import attnreg
 from attnreg.flash_attn import flash_attn_with_kvcache
 from attnreg.tools.bench.compare import short
 from attnreg.tools.bench.report import save
+from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import interleaved, timer_for
 
 if TYPE_CHECKING:
@@ -54,14 +55,12 @@ SHAPES = [Shape(*x) for x in itertools.product(BATCHES, (1,), HEADS, ROOMS)] + [
 
 def step_of(shape: Shape, device: torch.device) -> Callable[[], Tensor]:
     """Return a step of decoding."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def drawn(length: int, heads: int) -> Tensor:
-        sizes = shape.batch, length, heads, DIM
-        return torch.randn(sizes, device=device, generator=generator).to(torch.bfloat16)
-
+    case = Case(
+        name=str(shape), lens_q=(shape.queries,) * shape.batch, lens_k=(shape.room,) * shape.batch,
+        heads=shape.heads, dims=(DIM, DIM), dtype="bfloat16",
+    )  # fmt: skip
+    query, *caches = inputs(case, device, drawn_on=device)[:3]
     used = torch.full((shape.batch,), shape.room * 3 // 4, dtype=torch.int32, device=device)
-    query, *caches = drawn(shape.queries, shape.heads[0]), *(drawn(shape.room, shape.heads[1]) for _ in "kv")
     return functools.partial(flash_attn_with_kvcache, query, *caches, cache_seqlens=used, causal=True)
 
 

@@ -141,7 +141,8 @@ def look(mask: Tensor, sizes: Sizes, rounds: int) -> float:
 def unmasked(device: torch.device, rounds: int) -> tuple[float, float]:
     """Return the microseconds of a small call without a mask: through attnreg's SDPA, and through torch's."""
     timer, ways = timer_for(device), {"attnreg": F.scaled_dot_product_attention, "torch": TORCHS}
-    tensors = [torch.randn(1, 4, 8, 64, device=device, dtype=torch.bfloat16) for _ in "qkv"]
+    case = Case(name="small", lens_q=(8,), lens_k=(8,), heads=(4, 4), dims=(64, 64), dtype="bfloat16")
+    tensors = [x.transpose(1, 2) for x in inputs(case, device)[:3]]
 
     def burst(function: Callable[..., Tensor]) -> float:
         return timer.back_to_back(lambda: function(*tensors, is_causal=True), CALLS)

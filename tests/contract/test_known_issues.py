@@ -50,7 +50,7 @@ def rows(tmp_path):
     def read(*given):
         file = tmp_path / "issues.toml"
         file.write_text(toml(*given), encoding="utf-8")
-        return known_issues.read(file)
+        return known_issues.read(file.read_text("utf-8"))
 
     return read
 
@@ -236,7 +236,7 @@ NUMBERS = {"at_least", "at_most", "less_than", "more_than", "multiple_of", "modu
 
 
 def test_the_rows_that_are_shipped_are_well_formed_of_existing_backends_and_worded_as_all_reasons():
-    issues = known_issues.read(Path(known_issues.__file__).with_name("known_issues.toml"))
+    issues = known_issues.read(Path(known_issues.__file__).with_name("known_issues.toml").read_text("utf-8"))
     known = {one.name for one in registry.entries().values()} | {one.name for one in ROUTED.values()}
     assert issues and {issue.backend for issue in issues} <= known
     for issue in issues:
@@ -332,7 +332,7 @@ WHERE = [  # what a row tests, and where its outcome changes with lengths for a 
 def test_a_row_divides_lengths_where_its_outcome_changes(tmp_path, monkeypatch, where, expected):
     file = tmp_path / "known_issues.toml"
     file.write_text(toml({**ROW, "where": where}))
-    rows = known_issues.read(file)
+    rows = known_issues.read(file.read_text("utf-8"))
     monkeypatch.setattr(known_issues, "_rows", lambda: rows)
     places, beyond = known_issues.cuts("mine", spec(window=(16, 16)))
     assert (set(places), beyond) == (expected, frozenset())
@@ -341,6 +341,6 @@ def test_a_row_divides_lengths_where_its_outcome_changes(tmp_path, monkeypatch, 
 def test_lengths_that_a_row_tests_as_no_cut_can_say_are_named(tmp_path, monkeypatch):
     file = tmp_path / "known_issues.toml"
     file.write_text(toml({**ROW, "where": "{ max_q = { multiple_of = 8 } }"}))
-    rows = known_issues.read(file)
+    rows = known_issues.read(file.read_text("utf-8"))
     monkeypatch.setattr(known_issues, "_rows", lambda: rows)
     assert known_issues.cuts("mine", spec()) == ((), frozenset({"max_q"}))

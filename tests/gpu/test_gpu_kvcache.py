@@ -204,7 +204,7 @@ def test_a_step_on_another_stream_has_offsets_of_its_own(compiled_cache, in_pyth
 
 
 @pytest.mark.slow
-@pytest.mark.only_for("FA2", "FA4")
+@pytest.mark.only_for("FA4")
 def test_a_cache_of_more_elements_than_int32_counts_is_read_at_its_end(named, ran):
     """Two caches of 7 GB. Pages that overlap begin at each row, so a page's number is up to 3,276,800."""
     batch, room, heads, dim = 200, 16384, 8, 128

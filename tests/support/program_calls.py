@@ -21,7 +21,7 @@ from attnreg.core.launching.programs import (
     Like,
     Operand,
     Pages,
-    Table,
+    PageTable,
 )
 
 ARRAY = 71  # TVM-FFI's type index of an array
@@ -225,7 +225,7 @@ def keys_as_pages(tile):
     query, key, used, offsets_q, offsets_k = 0, 1, 3, 4, 5
     out, lse, pages, table = range(6, 10)
     rows = Buffer((TOKENS_Q, HEADS_Q, BufferSize(more=8)), torch.float32)
-    buffers = rows, Buffer((HEADS_Q, TOKENS_Q), torch.float32), Pages(key, tile), Table(offsets_k)
+    buffers = rows, Buffer((HEADS_Q, TOKENS_Q), torch.float32), Pages(key, tile), PageTable(offsets_k)
     arguments = tuple(map(Operand, (query, key, pages, table, used, offsets_q, out, lse)))
     return LaunchProgram(buffers, (FunctionCall(step_of_pages, arguments),), (out, lse))
 

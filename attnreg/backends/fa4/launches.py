@@ -38,7 +38,7 @@ from attnreg.core.launching.programs import (
     Memory,
     Operand,
     Pages,
-    Table,
+    PageTable,
     page_of,
 )
 
@@ -149,7 +149,7 @@ class _Numbers:
     """The numbers of a program's tensors: of its arguments, and of its buffers as they are added."""
 
     def __init__(self, family: Family, kernels: int) -> None:
-        self.buffers: list[Buffer | Like | Pages | Table | Computed] = []
+        self.buffers: list[Buffer | Like | Pages | PageTable | Computed] = []
         self._next = kernels
         self.sinks = self._take() if family.sinks else None
         self.used = self._take() if family.seqused else None
@@ -161,7 +161,7 @@ class _Numbers:
         self._next += 1
         return self._next - 1
 
-    def add(self, buffer: Buffer | Like | Pages | Table | Computed) -> int:
+    def add(self, buffer: Buffer | Like | Pages | PageTable | Computed) -> int:
         """Add a buffer; returns its number."""
         self.buffers.append(buffer)
         return self._take()
@@ -195,7 +195,7 @@ def _forward(
     keys, values, offsets_k, table = 1, 2, numbers.cu_k, numbers.table
     if family.as_pages and offsets_k is not None:
         keys, values = (numbers.add(Pages(number, columns)) for number in (keys, values))
-        table = numbers.add(Table(offsets_k))
+        table = numbers.add(PageTable(offsets_k))
     batch = () if family.packed else (BATCH,)
     length = TOKENS_Q if family.packed else MAX_Q
     out = numbers.add(Buffer((*batch, length, HEADS_Q, dim), family.dtype))

@@ -75,7 +75,7 @@ class Pages(NamedTuple):
     tile: int
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """Offsets (B + 1,) as the table of such pages; see `table_of`."""
 
     number: int
@@ -118,7 +118,7 @@ class LaunchProgram(NamedTuple):
         contiguous: the numbers of given tensors that are copied unless they are contiguous.
     """
 
-    buffers: tuple[Buffer | Like | Pages | Table | Computed, ...]
+    buffers: tuple[Buffer | Like | Pages | PageTable | Computed, ...]
     steps: tuple[FunctionCall, ...]
     results: tuple[int, ...]
     contiguous: tuple[int, ...] = ()
@@ -167,7 +167,7 @@ def run(
             tensors.append(tensor.zero_() if buffer.zero else tensor)
         elif isinstance(buffer, Pages):
             tensors.append(pages_of(tensors[buffer.number], page_of(numbers[2], buffer.tile)))
-        elif isinstance(buffer, Table):
+        elif isinstance(buffer, PageTable):
             tensors.append(table_of(tensors[buffer.number]))
         else:
             tensors.append(buffer.function(*(tensors[number] for number in buffer.numbers)))

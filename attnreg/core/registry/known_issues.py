@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import pkgutil
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from importlib import resources
-from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
 
 from attnreg.core.contract.lengths import LENGTHS, Cut
@@ -77,7 +76,10 @@ _STEPS = {
 
 @functools.cache
 def _rows() -> tuple[Issue, ...]:
-    return read(resources.files(__package__) / NAME)  # no path: the package may be imported from a zip file
+    content = pkgutil.get_data(__package__, NAME)  # not by a path: the package may lie in a zip file
+    if content is None:
+        raise FileNotFoundError(NAME)
+    return read(content.decode())
 
 
 def text_of(version: Callable[[], str | None]) -> str:
@@ -168,9 +170,9 @@ def _contains(versions: str, version: str, simulated: bool) -> bool:
         return not simulated
 
 
-def read(file: Traversable) -> tuple[Issue, ...]:
-    """Return the rows of a file; any exception means that a row is malformed."""
-    return tuple(map(_issue, tomllib.loads(file.read_text(encoding="utf-8"))["issue"]))
+def read(content: str) -> tuple[Issue, ...]:
+    """Return the rows of a file's content; any exception means that a row is malformed."""
+    return tuple(map(_issue, tomllib.loads(content)["issue"]))
 
 
 def _issue(row: dict[str, Any]) -> Issue:
