@@ -1,6 +1,7 @@
 """Promises of `policy = "adaptive"`: backends take turns at the first calls of a kind; the fastest stays."""
 
 import dataclasses
+import itertools
 import logging
 from collections import Counter
 
@@ -14,6 +15,7 @@ from support.refusals import refusal
 
 import attnreg
 from attnreg.backends import math as math_backend
+from attnreg.core.dispatch.state import FEW_SHAPES
 from attnreg.core.policy import current as policy
 from attnreg.core.selection.predictions import Candidate, Prediction
 from attnreg.core.times import adaptive
@@ -112,6 +114,39 @@ def test_calls_of_nearly_one_size_take_turns_together_and_those_of_another_begin
     assert Counter(runs(12, lambda: attend(next(lengths)))) == {"one": 6, "two": 6}
     assert runs(2, lambda: attend(9)) == ["two", "two"]
     assert runs(2, lambda: attend(32)) == ["one", "two"]
+
+
+@pytest.fixture
+def building(taking, monkeypatch):
+    """Know a backend, the fastest, that builds something for each new shape, and two others."""
+    entries = taking(builder=1.0, other=1.2, third=1.3)
+    first, *others = (entries[name].backend for name in ("builder", "other", "third"))
+    return know(
+        monkeypatch, dataclasses.replace(first, builds=lambda spec: True), *others, math_backend.BACKEND
+    )
+
+
+def test_ever_new_shapes_leave_a_backend_that_builds_something_for_each(building, runs, kept):
+    """Whether it had its turns, which are over after 18 calls here, or has to share others."""
+    attnreg.configure(ADAPTIVE)
+    lengths = iter(range(91, 180))
+    order = runs(60, lambda: attend(next(lengths)))
+    assert Counter(order[:18]) == {"builder": 6, "other": 6, "third": 6}
+    assert order[18:] == ["builder"] * (FEW_SHAPES - 6) + ["other"] * (42 - FEW_SHAPES + 6)
+    lengths = iter(range(300, 400))
+    order = runs(30, lambda: attend(next(lengths)))
+    assert order[:12] == ["other", "third"] * 6 and set(order[12:]) == {"other"}
+    # The next process may bring shapes that repeat.
+    (file,) = kept()
+    assert [len(one.backends) for one in load(file).points] == [3]
+
+
+def test_shapes_that_repeat_keep_a_backend_that_builds_something_for_each(building, runs):
+    attnreg.configure(ADAPTIVE)
+    lengths = itertools.cycle(range(91, 91 + FEW_SHAPES))
+    order = runs(60, lambda: attend(next(lengths)))
+    assert Counter(order[:18]) == {"builder": 6, "other": 6, "third": 6}
+    assert set(order[18:]) == {"builder"}
 
 
 def test_torchs_own_kernel_has_its_turns_like_any_other(taking, ran):

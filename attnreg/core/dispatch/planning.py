@@ -102,7 +102,7 @@ def make_plan(
     captured.warn_if_shadowed_in_plan()
     ranks.agree(now.policy, now.entries, spec.device)
     # Before another shape is decided: whichever backend runs it, deciding it takes a millisecond, too.
-    if kind.forget_shapes():
+    if kind.forget_shapes(Lengths.of(spec)):
         key = kind.key(Lengths.of(spec))
     counted_builds, began = kind.brings_new_shapes, time.perf_counter()
     settled = _decide_and_load(now, kind, spec, direction, native, leading, declined)
@@ -139,6 +139,8 @@ def _decide_and_load(
             raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
         entries = with_reasons(entries, declined)
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
+    if turn is not None and turn.backend.casefold() in builders(entries, spec):
+        kind.shapes.add(kind.key_of_shape(Lengths.of(spec)))
     torchs = native.kernel if native is not None and kernel is None and policy.only_recording else ""
     return _Settled((*decisions, decision), entries, kernel, turn, torchs)
 
@@ -342,7 +344,10 @@ def _in_turn(
     native: Native | None,
     builders: frozenset[str],
 ) -> tuple[Decision, Callable[..., Any] | None, Turn | None]:
-    """Settle about a call; by `policy = "adaptive"` it may be the turn of another backend than the best."""
+    """Settle about a call; by `policy = "adaptive"` it may be the turn of another backend than the best.
+
+    `builders` get no turns: the program always has new shapes, for each of which they build something.
+    """
     if policy.adaptive is None:
         return *_settle(spec, direction, entries, policy, native, builders), None
     policy.adaptive.begin(spec, direction)
@@ -351,7 +356,7 @@ def _in_turn(
         return decision, kernel, None
     behind = {entry.name for entry in entries.values() if entry.stands_in}
     able = [name for name in decision.order if name not in behind and name not in decision.rejected]
-    turn = policy.adaptive.turn(spec, direction, able, decision.predicted)
+    turn = policy.adaptive.turn(spec, direction, able, decision.predicted, builders)
     if turn is not None and turn.backend:
         leading = Preference(turn.source, (turn.backend,), required=False)
         # A turn isn't asked for by anybody, so that `strict` has nothing to insist on.

@@ -162,8 +162,9 @@ class CallKind:
         plans: by class of lengths, followed by what else of the lengths counts in that class.
         details: what counts in a class, where that isn't the class alone: steps where measured times decide,
             which change smoothly with lengths, and the lengths themselves where no cut says what counts.
-        shapes: how many shapes have a plan of their own in classes of which each shape counts. A program that
-            brings more than `FEW_SHAPES` is likely to bring ever new shapes.
+        shapes: the keys of shapes that have a plan of their own, in classes of which each shape counts, and
+            of shapes for which a backend has built something in its turn. A program that brings more than
+            `FEW_SHAPES` is likely to bring ever new shapes.
         brings_new_shapes: whether more have come. What a backend builds for a shape counts in full then.
     """
 
@@ -173,7 +174,7 @@ class CallKind:
         self.cuts = tuple(dict.fromkeys(cuts))
         self.plans: dict[tuple[object, ...], Plan] = {}
         self.details: dict[tuple[object, ...], Detail] = {}
-        self.shapes, self.brings_new_shapes = 0, False
+        self.shapes, self.brings_new_shapes = set[tuple[object, ...]](), False
 
     def key(self, lengths: Lengths) -> tuple[object, ...]:
         """Return what the plan of a call of this kind is kept under."""
@@ -198,9 +199,14 @@ class CallKind:
         self.details[key[:1]] = detail
         return _detailed(key[:1], detail, lengths)
 
-    def forget_shapes(self) -> bool:
+    def key_of_shape(self, lengths: Lengths) -> tuple[object, ...]:
+        """Return the key of the plan of a shape, in a class of which each shape counts."""
+        return _detailed(self.key(lengths)[:1], Detail.SHAPES, lengths)
+
+    def forget_shapes(self, lengths: Lengths) -> bool:
         """Forget all plans if another shape has come after `FEW_SHAPES`; return whether that was now."""
-        if self.brings_new_shapes or self.shapes < FEW_SHAPES:
+        is_known = len(self.shapes) < FEW_SHAPES or self.key_of_shape(lengths) in self.shapes
+        if self.brings_new_shapes or is_known:
             return False
         self.brings_new_shapes = True
         self.forget()
@@ -268,8 +274,8 @@ class State:
                 kind.plans = {}
         kind = plan.kind
         # Neither a turn, nor a call in a capture, nor a first call that fails comes here.
-        if plan.key not in kind.plans and kind.detail_of(plan.key) is Detail.SHAPES:
-            kind.shapes += 1
+        if kind.detail_of(plan.key) is Detail.SHAPES and len(kind.shapes) < FEW_SHAPES:
+            kind.shapes.add(plan.key)
         kind.plans[plan.key] = plan
 
     def keep_kind(self, key: tuple[object, ...], kind: CallKind) -> CallKind:

@@ -57,9 +57,17 @@ class Adaptive(Times, Protocol):
         """Collect the times of earlier turns, before a call is decided about."""
 
     def turn(
-        self, spec: AttentionSpec, direction: Direction, able: Sequence[str], predicted: Prediction | None
+        self,
+        spec: AttentionSpec,
+        direction: Direction,
+        able: Sequence[str],
+        predicted: Prediction | None,
+        left_out: frozenset[str] = frozenset(),
     ) -> Turn | None:
-        """Return the turn that a call is; None if it is none."""
+        """Return the turn that a call is; None if it is none.
+
+        `left_out` are names in lower case of backends that get no turns.
+        """
 
     def notes(self, spec: AttentionSpec, direction: Direction) -> Iterator[str]:
         """Yield how many turns of such calls each backend has had."""

@@ -93,7 +93,8 @@ class Learned:
             turns.collect()
             if (point := turns.result()) is not None:
                 self._close(turns, point)
-                if point.backends and not turns.failed:  # next time memory may be free, or a bug fixed
+                # Next time memory may be free, a bug fixed, or shapes repeat.
+                if point.backends and not turns.failed and not turns.lacks_builders:
                     self.known[cell_of(*point.place)] = point
                     self._save()
 
@@ -199,7 +200,11 @@ class AdaptiveTimes:
             prediction = predict_both(kinds, spec, NAME, self._tables.compiled, builders)[direction]
         else:
             prediction = predict(kinds, spec, direction, NAME, self._tables.compiled, builders)
-        return prediction and replace(prediction, notes=(), leads=True, rest=by_table)
+        if prediction is None:
+            return None
+        # What a backend builds for a shape isn't in a turn's time. A table may know.
+        candidates = tuple(x for x in prediction.candidates if x.backend.casefold() not in builders)
+        return replace(prediction, candidates=candidates, notes=(), leads=True, rest=by_table)
 
     def begin(self, spec: AttentionSpec, direction: Direction) -> None:
         if not spec.capturing and _may_have_turns(spec):
@@ -209,13 +214,18 @@ class AdaptiveTimes:
                 learned.collect()
 
     def turn(
-        self, spec: AttentionSpec, direction: Direction, able: Sequence[str], predicted: Prediction | None
+        self,
+        spec: AttentionSpec,
+        direction: Direction,
+        able: Sequence[str],
+        predicted: Prediction | None,
+        left_out: frozenset[str] = frozenset(),
     ) -> TimedTurn | None:
         """Return the turn that a call is; None if it is none.
 
         Backends that are `able` to run the call, the first choice first, take turns, but for backends that a
-        table puts far behind. The caller leaves out those that stand in for others, as the reference does: it
-        may need too much memory.
+        table puts far behind, and for backends that are `left_out`. The caller leaves out those that stand
+        in for others, as the reference does: it may need too much memory.
 
         A turn without a backend is nobody's: the call runs as decided. A forward gets such turns, up to
         `MOST_CALLS`, if its own turns are over and its backward's aren't, because the fastest backend for
@@ -225,12 +235,13 @@ class AdaptiveTimes:
         kernel gets these options, and its time ends before results are rescaled.
         """
         spec = spec.unscaled
-        names = _worth_a_turn(able, predicted)
+        names = [name for name in _worth_a_turn(able, predicted) if name.casefold() not in left_out]
         if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
         here = self._here(spec.device)
         with lock:
             turns = here.turns_of(spec.of(direction), direction)
+            turns.leave_out(left_out)
             if turns.closed:
                 waits = turns.point is not None and direction == "forward" and spec.needs_backward
                 if not waits or turns.calls >= MOST_CALLS or here.is_over(spec.of("backward"), "backward"):

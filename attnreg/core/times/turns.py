@@ -67,6 +67,7 @@ class Turns:
         counts: the number of turns of each backend.
         out: for backends that get no more turns, the reason.
         failed: the backends among `out` that failed or refused.
+        lacks_builders: whether backends got no further turns because they build something for each shape.
         calls: the number of calls that could have been a turn.
         pending: turns that the device hasn't finished: backend, both events, host time, factor.
         point: the result; None before the end.
@@ -83,6 +84,7 @@ class Turns:
     counts: dict[str, int] = field(default_factory=dict)
     out: dict[str, str] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    lacks_builders: bool = False
     calls: int = 0
     pending: list[tuple[str, Any, Any, float, float]] = field(default_factory=list)
     point: Point | None = None
@@ -137,6 +139,13 @@ class Turns:
         for other, taken in remaining.items():
             if len(taken) > 1 and min(turn.gpu_us for turn in taken) > BEHIND * worst:
                 self.out[other] = "far behind"
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Give backends, by names in lower case, no further turns: the program's shapes don't repeat."""
+        self.lacks_builders = self.lacks_builders or bool(names)
+        for name in self.backends:
+            if name.casefold() in names:
+                self.out.setdefault(name, "it builds something for each new shape")
 
     def leave(self, name: str, reason: str) -> None:
         """Exclude a backend that refuses or fails, and forget its times."""
