@@ -22,12 +22,10 @@ from attnreg.core.contract.spec import AttentionSpec
 # packed gradients of 4.0.0b36 on an H200 differ from run to run.
 UNEQUAL = ((192, 128), (256, 128))
 
-# In decoding FA2 splits the keys of a lone query whose key head is shared, FA4 doesn't. That pays for fewer
-# parts (sequences times key heads) than these, and longer caches. FA4's time over FA2's on an H200, with
-# caches three quarters full and head dim 128 (`docs/results/decoding_h200.json`): 8 parts of 16,384 tokens
-# 4.6, 64 parts of 8,192 tokens 1.05, 128 parts 0.72; 8 parts of 4,096 tokens 1.0, and of 1,024 tokens 0.5,
-# because the host bounds FA2. In a CUDA graph 32 parts of 4,096 tokens took 1.16, 64 parts 0.92.
-MANY_PARTS, PARTS_OF_GRAPH, LONG_CACHE = 128, 64, 4096
+# In decoding FA2 splits the keys of a lone query whose key head is shared, FA4 doesn't. That pays for long
+# caches and few parts: sequences times key heads. With fewer parts than the first number FA4 is faster for
+# caches up to the second number of tokens, in a CUDA graph up to the third (`docs/results/decoding.md`).
+LONGEST_CACHES = ((32, 4096, 0), (64, 4096, 1024), (128, 8192, 4096))
 
 # Head dims of 8 or 16 modulo 32 below 128, whose gradients 4.0.0b36 gets wrong on an H200.
 WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
@@ -194,9 +192,12 @@ def _priority(spec: AttentionSpec) -> int:
 
 def _splitting_pays(spec: AttentionSpec) -> bool:
     """Whether a call decodes faster on FA2, which splits the keys."""
-    parts = spec.batch * spec.heads_k
-    is_long = spec.max_k > LONG_CACHE or (spec.capturing and parts < PARTS_OF_GRAPH)
-    return spec.max_q == 1 and spec.heads_q > spec.heads_k and parts < MANY_PARTS and is_long
+    if spec.max_q > 1 or spec.heads_q == spec.heads_k:
+        return False
+    for parts, longest, longest_in_graph in LONGEST_CACHES:
+        if spec.batch * spec.heads_k < parts:
+            return spec.max_k > (longest_in_graph if spec.capturing else longest)
+    return False
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
@@ -205,12 +206,13 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
         yield Cut.of("batch", at=GRID + 1)
     if spec.seqused_k:
         yield from (Cut.of("max_q", at=length) for length in (2, cut_of_decoding(spec)))
-        parts = (-(-number // max(spec.heads_k, 1)) for number in (MANY_PARTS, PARTS_OF_GRAPH))
-        yield from (Cut.of("batch", at=number) for number in parts)
+        for parts, *longest in LONGEST_CACHES:
+            yield Cut.of("batch", at=-(-parts // max(spec.heads_k, 1)))
+            yield from (Cut.of("max_k", at=length + 1) for length in longest)
         # A page has the longest length, but not that of a tile, and keys have to have as many rows.
         yield from (Cut.beyond("max_k", "tokens_k", at=more) for more in (0, 1))
         tile = _key_tile(spec)
-        yield from (Cut.of("max_k", at=length) for length in (tile, tile + 1, LONG_CACHE + 1))
+        yield from (Cut.of("max_k", at=length) for length in (tile, tile + 1))
 
 
 BACKEND = Backend(

@@ -63,8 +63,8 @@ class PackageCall(NamedTuple):
     Attributes:
         direction: "forward" or "backward".
         function: the package's function.
-        tensors: tensors by the package's keywords, in the contract's order. Those of options follow, if the
-            call has any, then both `cu_seqlens` of a packed call.
+        tensors: tensors by the package's keywords, in the contract's order. The tensors of options follow.
+            Both `cu_seqlens` of a packed call come last.
         options: all other keywords.
         as_pages: the keys of a tile, if packed keys are read as pages; else 0.
     """
