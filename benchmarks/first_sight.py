@@ -151,6 +151,8 @@ def main() -> None:
         cells = []
         for way in (CHOSEN, ADAPTIVE, *(FIXED + name for name in names)):
             both = [each[way] for _, each in measured if way in each]
+            if not both:
+                continue
             medians, means = zip(*both, strict=True)
             worst = max(measured, key=lambda row: row[1].get(way, (0.0,))[0])[0]
             numbers = statistics.fmean(medians), max(medians), statistics.fmean(means), max(means)

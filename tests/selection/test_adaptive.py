@@ -141,6 +141,34 @@ def test_ever_new_shapes_leave_a_backend_that_builds_something_for_each(building
     assert [len(one.backends) for one in load(file).points] == [3]
 
 
+def test_shapes_of_forwards_that_wait_for_their_backward_are_counted_too(building, runs):
+    """Forwards that want a gradient, without a backward, wait for up to sixty calls."""
+    attnreg.configure(ADAPTIVE)
+    lengths = iter(range(91, 180))
+
+    def without_backward():
+        length = next(lengths)
+        x = torch.randn(length, 2, 16, dtype=torch.float64, requires_grad=True)
+        attnreg.varlen_attn(x, x, x, *2 * [torch.tensor([0, length], dtype=torch.int32)], length, length)
+
+    order = runs(85, without_backward)
+    assert order.count("builder") == FEW_SHAPES and order[-20:] == ["other"] * 20
+
+
+def test_turns_that_lack_no_builder_are_kept_although_shapes_do_not_repeat(taking, runs, kept, monkeypatch):
+    """Whoever builds had all its turns before, or was far behind."""
+    entries = taking(builder=4.0, other=1.2, third=1.3)
+    first, *others = (entries[name].backend for name in ("builder", "other", "third"))
+    know(monkeypatch, dataclasses.replace(first, builds=lambda spec: True), *others, math_backend.BACKEND)
+    attnreg.configure(ADAPTIVE)
+    for start in (91, 300, 600, 1200):
+        lengths = itertools.count(start)
+        runs(20, lambda lengths=lengths: attend(next(lengths)))
+    (file,) = kept()
+    # Three turns in each of the first two; two of three in the third, of which it lacks the last.
+    assert [(one.size.max_q, len(one.backends)) for one in load(file).points] == [(91, 3), (300, 3)]
+
+
 def test_shapes_that_repeat_keep_a_backend_that_builds_something_for_each(building, runs):
     attnreg.configure(ADAPTIVE)
     lengths = itertools.cycle(range(91, 91 + FEW_SHAPES))

@@ -250,6 +250,15 @@ def test_far_from_measured_calls_a_backend_that_takes_the_host_less_needs_a_larg
     assert level_order((100.0, 30.0), (106.5, 20.0), both=(300.0, 320.0), distances=far) == "a"
 
 
+def test_in_a_cuda_graph_the_host_orders_nothing():
+    points = [point(a=took(100.0, 30.0), b=took(101.0, 20.0)), point(spec_with(64), a=took(9.0, 30.0), b=9.0)]
+    for capturing, length, first in ((False, 256, "b"), (True, 256, "a"), (True, 900, "a")):
+        spec = dataclasses.replace(spec_with(length), capturing=capturing)
+        found = said(points, spec)
+        assert reordered(["a", "b"], {"a", "b"}, found)[0] == first
+        assert [one.host_us for one in found.candidates] == [0.0, 0.0] or not capturing
+
+
 def test_of_times_on_the_device_two_percent_count_also_in_a_capture():
     points = [point(a=took(105.0, 100.0), b=took(100.0, 100.0))]
     for capturing in (False, True):

@@ -94,13 +94,12 @@ class _Adapter(NamedTuple):
         # 0 would let the package choose, and fail on Hopper where it chooses more than one.
         options = self._options(family, call) | {"num_splits": 1, "return_lse": True}
         if not none_unused(query, key, call):
-            # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
-            _, unused_keys = find_unused(query, key, call)
             # Filled before the call: clearing unused rows afterwards would take two passes over the output
             # and a mask.
             options["out"], options["lse"] = empty_results(query, value, call)
             if not family.as_pages:
-                (value,) = _blanked(unused_keys, options["out"], value)
+                # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
+                (value,) = _blanked(find_unused(query, key, call).keys, options["out"], value)
         tensors = {"q": query, "k": key, "v": value} | _further_tensors(call)
         as_pages = compiled_kinds.tiles(family, call.max_q)[1] if family.as_pages else 0
         package_call = PackageCall("forward", self.run_forward, tensors, options, as_pages)
@@ -319,6 +318,7 @@ def _reads_plain_pages(family: Family, call: Call) -> bool:
     return (
         family.direction == "forward"
         and (family.as_pages or (table is not None and table.stride(-1) == 1 and table.dtype == torch.int32))
+        and call.cu_seqlens_q is not None
         and used is not None
         and used.stride(0) == 1
         and call.sinks is None

@@ -115,7 +115,7 @@ class _Launches(NamedTuple):
         query, key = tensors[:2] if self.is_forward else tensors[1:3]
         if self.family.sinks and tensors[-3].data_ptr() & 15:
             return None  # the package copies sinks that aren't aligned
-        if self.family.as_pages and page_of(max_k, tiles(self.family, max_q)[1]) > len(key):
+        if self.family.as_pages and not 0 < page_of(max_k, tiles(self.family, max_q)[1]) <= len(key):
             return None
         batch = len(tensors[-2]) - 1
         return self._run((batch, max_q, max_k, len(query), len(key)), query, key, tensors)

@@ -139,7 +139,8 @@ def _decide_and_load(
             raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
         entries = with_reasons(entries, declined)
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
-    if turn is not None and turn.backend.casefold() in builders(entries, spec):
+    # Such a call makes no plan that would count its shape.
+    if turn is not None and (decision.backend or "").casefold() in builders(entries, spec):
         kind.shapes.add(kind.key_of_shape(Lengths.of(spec)))
     torchs = native.kernel if native is not None and kernel is None and policy.only_recording else ""
     return _Settled((*decisions, decision), entries, kernel, turn, torchs)

@@ -163,8 +163,8 @@ class CallKind:
         details: what counts in a class, where that isn't the class alone: steps where measured times decide,
             which change smoothly with lengths, and the lengths themselves where no cut says what counts.
         shapes: the keys of shapes that have a plan of their own, in classes of which each shape counts, and
-            of shapes for which a backend has built something in its turn. A program that brings more than
-            `FEW_SHAPES` is likely to bring ever new shapes.
+            of shapes for which a backend has built something while backends take turns. A program that
+            brings more than `FEW_SHAPES` is likely to bring ever new shapes.
         brings_new_shapes: whether more have come. What a backend builds for a shape counts in full then.
     """
 

@@ -37,7 +37,7 @@ class Candidate:
         backend: its name.
         cost_us: the larger of both times plus a share of the first call; in a CUDA graph the GPU time
             alone. None if it must not be chosen.
-        gpu_us, host_us: microseconds.
+        gpu_us, host_us: microseconds; `host_us` is 0 in a CUDA graph, and on a CPU.
         first_call_s: seconds of the first call of a new shape.
         trouble: why it must not be chosen: its results were wrong, or it failed.
         both_us: what forward and backward cost together, where a gradient is wanted and the table has times
@@ -177,8 +177,9 @@ def _by_cost(default: Sequence[str], able: Container[str], prediction: Predictio
 def _host_alone(candidate: Candidate) -> float:
     """Return the host time of a call without a gradient, by which candidates as fast as the best are ordered.
 
-    A busy or slow host makes the larger one count. In a CUDA graph either is as fast. With a gradient the
-    first by default is the better choice, by the recorded runs of `docs/results/selection.md`.
+    A busy or slow host makes the larger one count. In a CUDA graph and on a CPU it is 0 for all, so that the
+    first by default runs. With a gradient that is the better choice, by the recorded runs of
+    `docs/results/selection.md`.
     """
     return candidate.host_us if candidate.both_us is None else 0.0
 

@@ -235,13 +235,15 @@ class AdaptiveTimes:
         kernel gets these options, and its time ends before results are rescaled.
         """
         spec = spec.unscaled
-        names = [name for name in _worth_a_turn(able, predicted) if name.casefold() not in left_out]
+        worth = _worth_a_turn(able, predicted)
+        building = [name for name in worth if name.casefold() in left_out]
+        names = [name for name in worth if name not in building]
         if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
         here = self._here(spec.device)
         with lock:
             turns = here.turns_of(spec.of(direction), direction)
-            turns.leave_out(left_out)
+            turns.leave_out(building)
             if turns.closed:
                 waits = turns.point is not None and direction == "forward" and spec.needs_backward
                 if not waits or turns.calls >= MOST_CALLS or here.is_over(spec.of("backward"), "backward"):

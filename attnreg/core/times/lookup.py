@@ -219,7 +219,8 @@ def _candidate(
         host = closest.host_us if known[0][0] < EXACT else index.hosts[name]
     first = index.first_calls[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / calls_per_shape
-    return Candidate(name, cost, gpu, host, first, by_host=gpu < host <= cost)
+    # In a CUDA graph the host doesn't count, so that it orders no backends that are as fast.
+    return Candidate(name, cost, gpu, 0.0 if capturing else host, first, by_host=gpu < host <= cost)
 
 
 def _mean(weighted: Sequence[tuple[float, float]]) -> float:

@@ -141,11 +141,10 @@ class Turns:
                 self.out[other] = "far behind"
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Give backends, by names in lower case, no further turns: the program's shapes don't repeat."""
-        self.lacks_builders = self.lacks_builders or bool(names)
-        for name in self.backends:
-            if name.casefold() in names:
-                self.out.setdefault(name, "it builds something for each new shape")
+        """Give backends no further turns: they build something for each shape, and shapes don't repeat."""
+        for name in names:
+            if name not in self.out and self.counts.get(name, 0) < self.each:
+                self.out[name], self.lacks_builders = "it builds something for each new shape", True
 
     def leave(self, name: str, reason: str) -> None:
         """Exclude a backend that refuses or fails, and forget its times."""

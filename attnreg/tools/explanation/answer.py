@@ -109,7 +109,8 @@ class Explanation:
     def __str__(self) -> str:
         """Return the text, in lines that fit the terminal that stdout is; whole lines for a pipe.
 
-        Characters that the encoding of stdout lacks are replaced, so that `print` doesn't fail.
+        Characters that the encoding of stdout lacks are replaced, so that `print` doesn't fail. `text()` is
+        whole, for a log or a file.
         """
         return encodable(self.text(width=width_of(sys.stdout)), sys.stdout)
 
@@ -272,7 +273,7 @@ def _prediction_lines(spec: AttentionSpec, decision: Decision, prediction: Predi
         rows[candidate.backend] = f"{_time_of(candidate, spec)}{refused}"
     unknown = (name for name in decision.order if prediction.of(name) is None)
     rows |= {name: "not measured" for name in unknown if name not in decision.rejected}
-    width = max(map(len, rows))
+    width = max(map(len, rows), default=0)
     yield from (f"    {name:<{width}}  {text}" for name, text in rows.items())
     for point in prediction.points:
         near = "this very call" if point.itself else f"at distance {point.distance:.2f}"

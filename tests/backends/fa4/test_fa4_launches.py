@@ -1,5 +1,6 @@
 """Promises about FA4's launches by arguments: of which calls, of any lengths, and that values stay true."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from support import fake_fa4_kernels, one_sequence, truth
 from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, entered, packed
 
-from attnreg import Call
+from attnreg import Call, Device
 from attnreg.backends import fa4
 from attnreg.backends.fa4 import adapter, compiled_kinds, launches
 from attnreg.core.contract.options import OPTIONS
+from attnreg.core.dispatch import planning
 from attnreg.core.launching import launchers as contract_launchers
 from attnreg.core.torchlib.layout import uninitialized
 
@@ -385,6 +387,20 @@ def test_a_launcher_of_counted_keys_runs_any_lengths_and_leaves_longer_pages_tha
             assert_true(results, *tensors, call)
         assert launch(*tensors, call.seqused_k, *offsets, 1, len(tensors[1]) + 1, False) is None
     assert package.calls == []
+
+
+@pytest.mark.parametrize("change", [lambda x: x, moved, lambda x: x[:, :1].expand(x.shape)])
+def test_once_a_kind_has_run_a_graph_may_record_it_whether_its_keys_are_read_as_pages_or_not(
+    kernels, monkeypatch, change
+):
+    device = dataclasses.replace(Device.parse("sm_90"), simulated=False)
+    monkeypatch.setattr(planning, "device_of", lambda _: device)
+    query, key, value, call = counted((9, 20, 5), (4, 20, 1))
+    key = change(key)
+    spec = planning.spec_of(query, key, value, call, False).but(capturing=True)
+    assert any("once before it can be recorded" in why for why in fa4._not_yet_compiled(spec, "forward"))
+    kernels.forward(query, key, value, call)
+    assert list(fa4._not_yet_compiled(spec, "forward")) == []
 
 
 def test_pages_are_launched_by_their_arguments(kernels, package):

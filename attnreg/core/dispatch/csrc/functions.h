@@ -38,7 +38,7 @@ inline ternaryfunc call_by_class = nullptr;  // calls an object by the `__call__
 inline PyObject *torchs_sdpa = nullptr, *names_of_bypassed = nullptr;
 
 // Calls the object in the place of SDPA: see `aten.bypassed`. A call without a mask goes to torch's function at once,
-// unless somebody observes calls, or a function mode has to see them. That takes the packed arguments as they are.
+// unless somebody observes calls, or a function mode has to see them. The tuple and the dict are passed on without a copy.
 inline PyObject* call_unmasked(PyObject* looking, PyObject* arguments, PyObject* named) {
   static PyObject* const observes = PyUnicode_InternFromString("_observes");
   const bool is_plain = !has_mask(arguments, named) && at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&

@@ -118,7 +118,7 @@ struct NativeLauncher {  // a C function
 
 // A call as a launcher is given it.
 struct Launch {
-  const Tensors& tensors;  // those of the kernel, sinks behind them, then both offsets of a packed call
+  const Tensors& tensors;  // those of the kernel, sinks behind them, then both offsets of a packed call; `used` and `table` aren't here
   const Lengths& lengths;
   bool is_packed;
   bool knows_rows;  // whether every row of a packed call is known to see a key

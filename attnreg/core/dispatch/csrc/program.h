@@ -295,10 +295,11 @@ inline int64_t page_of(const ProgramBuffer& buffer, int64_t longest) {
   return longest + (longest == buffer.tile);
 }
 
-// Whether pages of rows have as many rows as the tensor at most.
+// Whether pages of rows have a row, and as many rows as the tensor at most.
 inline bool pages_fit(const Program& program, const Tensors& tensors, int64_t longest) {
   return std::all_of(program.buffers.begin(), program.buffers.end(), [&](const ProgramBuffer& buffer) {
-    return buffer.kind != BufferKind::kPages || page_of(buffer, longest) <= tensors[buffer.number].size(0);
+    const int64_t page = page_of(buffer, longest);
+    return buffer.kind != BufferKind::kPages || (page > 0 && page <= tensors[buffer.number].size(0));
   });
 }
 
