@@ -127,7 +127,7 @@ def _load() -> Kernels:
 
 
 def _priority(spec: AttentionSpec) -> int:
-    """Return the priority: the highest for decoding, if the host is the limit or keys are split."""
+    """Return the priority: high for decoding, if the host is the limit or keys are split."""
     return 40 if spec.decodes and (_folds(spec) or not spec.capturing) else 10
 
 
