@@ -174,6 +174,22 @@ def test_a_kind_without_lengths_runs_both_directions_with_the_options_that_descr
     assert "query (2, 512, 4, 16)" in words(result)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_step_of_decoding_with_a_cache_runs_forward_alone_where_it_has_pages(call, fake, plugins, paged):
+    mine = fake("mine", seqused_k=True, page_size=Range(1))
+    plugins(mine=mine.backend)
+    step = *KINDS, "--q", "3,1,4,16", "--kv", "3,64,2,16", "--dtype", "fp32", "--varlen", "--seqused-k"
+    pages = ("--paged", "16") if paged else ()
+    result = call(*step, *pages, "--backend", "mine")
+    assert result.exit_code == 0, result.output
+    ((query, key, _, forward),) = mine.forwards
+    assert (query.shape, forward.max_q, forward.max_k) == ((3, 4, 16), 1, 64)
+    assert key.shape[1:] == ((16, 2, 16) if paged else (2, 16))
+    assert forward.seqused_k.tolist() == [64] * 3 and (forward.block_table is not None) == paged
+    assert len(mine.backwards) == (0 if paged else 1)
+    assert "seqused_k" in words(result) and ("pages of 16" in words(result)) == paged
+
+
 # Recorded kinds
 
 

@@ -44,12 +44,8 @@ def explain(
     dropout: Annotated[float, valued("--dropout", "P", "Dropout probability.")] = 0.0,
     bias: Annotated[bool, typer.Option("--bias", help="With an attn_mask or bias tensor.")] = False,
     alibi: Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")] = False,
-    paged: Annotated[
-        int | None, valued("--paged", "N", "Paged key-value cache, N tokens a page.", min=1)
-    ] = None,
-    seqused_k: Annotated[
-        bool, typer.Option("--seqused-k", help="With seqused_k: the number of keys of each sequence.")
-    ] = False,
+    paged: options.Paged = None,
+    seqused_k: options.CountedKeys = False,
     key_ranges: Annotated[
         int, valued("--key-ranges", "N", "With key_ranges: N ranges of keys that each query sees.", min=0)
     ] = 0,

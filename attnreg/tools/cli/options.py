@@ -58,6 +58,10 @@ ValueDim = Annotated[int | None, valued("--head-dim-v", "N", "Head dim of the va
 Causal = Annotated[bool, typer.Option("--causal", help="Causal mask: the last query sees all keys.")]
 Window = Annotated[str, valued("--window", "L,R", "Sliding window: keys visible before and after; -1: all.")]
 Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences (cu_seqlens).")]
+Paged = Annotated[int | None, valued("--paged", "N", "Paged key-value cache, N tokens a page.", min=1)]
+CountedKeys = Annotated[
+    bool, typer.Option("--seqused-k", help="With seqused_k: the number of keys of each sequence.")
+]
 Sinks = Annotated[
     bool, typer.Option("--sinks", help="With sinks: one more score for each head, without a value.")
 ]

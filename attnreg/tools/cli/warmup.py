@@ -46,6 +46,8 @@ def warmup(
     window: options.Window = "-1,-1",
     varlen: options.Varlen = False,
     head_dim_v: options.ValueDim = None,
+    paged: options.Paged = None,
+    seqused_k: options.CountedKeys = False,
     deterministic: options.Deterministic = False,
     backward: options.Backward = True,
     backend: options.Backends = [],  # noqa: B006
@@ -56,13 +58,15 @@ def warmup(
     Kernels that a backend caches on disk are then ready when the next program starts. What it builds for
     a single process, such as cuDNN's execution plans, isn't: call attnreg.warmup in the program for that.
     Without --backend, recorded calls run on the backends that the program's calls run on. Prints how long
-    each first call took.
+    each first call took. A step of flash_attn_with_kvcache has --varlen --seqused-k and one query, or --paged
+    as well, and no backward.
 
     Example: attnreg warmup --backend FA4 --heads 32,8 --head-dim 64,128 --varlen --causal
     """
     shared = {
         "--dtype": bool(dtype), "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
-        "--head-dim-v": head_dim_v is not None, "--deterministic": deterministic,
+        "--head-dim-v": head_dim_v is not None, "--paged": paged is not None, "--seqused-k": seqused_k,
+        "--deterministic": deterministic,
     }  # fmt: skip
     _check_given(q, heads, head_dim, trace, shared)
     output.import_torch()
@@ -72,6 +76,7 @@ def warmup(
     place, named = options.present_device(device), options.names("--backend", backend)
     with output.stdout_to_stderr():
         facts: dict[str, Any] = {"varlen": varlen, "deterministic": deterministic}
+        facts |= {"page_size": paged, "seqused_k": seqused_k}
         specs = options.specs_of(q, kv, str(place), dtype, window, causal, head_dim_v, **facts)
         facts |= {"head_dim_v": head_dim_v, "window": options.window_of(window, causal)}
         kinds = [
@@ -80,7 +85,7 @@ def warmup(
         kinds += _kinds(heads, head_dim, dtype, place, facts)
         calls = [] if trace is None else options.recorded_on(trace, place.type)
         recorded = representatives.recorded_kinds(calls, planning.device_of(place))
-        if not backward:
+        if not backward or paged:
             kinds, recorded = _forwards(kinds), _forwards(recorded)
         jobs = list(_jobs(kinds, named, place))
         jobs += _jobs(recorded, named, place) if named else _jobs_as_decided(recorded)
