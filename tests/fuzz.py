@@ -334,6 +334,8 @@ def _reaches_an_op(drawn: Drawn, given: Given) -> bool:
         bias = bias.detach().requires_grad_(records)
     before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(case.deterministic)
+    # As SDPA asks it, past torch's dispatcher.
+    q, k, v = (torch._neg_view(x) if x.is_neg() else x for x in (q, k, v))
     choice = torch._fused_sdp_choice(
         q, k, v, bias, drawn.dropout, is_causal=case.window == (-1, 0), scale=case.scale,
         enable_gqa=case.heads[0] != case.heads[1],

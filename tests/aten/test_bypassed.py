@@ -317,6 +317,20 @@ def test_torchs_functions_are_looked_at_only_while_somebody_asks(tmp_path, monke
     assert F.scaled_dot_product_attention is SDPA
 
 
+@pytest.mark.parametrize("strided", [True, False])
+def test_of_lazily_negated_tensors_the_selector_is_asked_as_torch_asks_it(ran, strided):
+    """Torch's function asks past the dispatcher, which would copy them, so that their last stride were 1."""
+    numbers = torch.randn(3, 1, 2, 8, 32)
+    query, key, value = (torch._neg_view(x[..., ::2] if strided else x) for x in numbers)
+    found = attnreg.explain(query, key, value, backend="math")
+    with attnreg.use_backend("math"):
+        out = F.scaled_dot_product_attention(query, key, value)
+    assert ran() == ({} if strided else {"math": (1, 0)})
+    assert ("the last stride of query must be 1, got 2" in str(found)) == strided
+    right = F.scaled_dot_product_attention(*(x.double().resolve_neg() for x in (query, key, value)))
+    torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
+
+
 def test_where_a_backend_is_asked_for_ops_count_and_the_selector_is_not_asked(tmp_path, monkeypatch, ran):
     asked = []
     selected = bypassed.selected

@@ -142,6 +142,21 @@ def test_a_block_table_reads_pages(front, packed, ran, options, grad):
     assert total(ran()) == (1, int(grad))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "math"])
+def test_a_block_table_without_pages_gives_zeros(routers, ran, backend):
+    """Also among calls of the kind that have pages, which the call cache repeats."""
+    query, ends = torch.randn(5, 4, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
+    pages = [torch.randn(3, 8, 2, 16) for _ in "kv"]
+    for width in (2, 2, 2, 0, 0, 2):
+        table, used = torch.ones(2, width, dtype=torch.int32), torch.tensor([3, 9] if width else [0, 0])
+        options = {"seqused_k": used.int(), "block_table": table, "enable_gqa": True, "backend": backend}
+        out = attnreg.varlen_attn(query, *pages, ends, None, 3, 8 * width, **options)
+        rows = [x[table.long()].flatten(0, 2).repeat_interleave(2, 1) for x in pages]
+        right, _ = truth.varlen(query, *rows, ends, torch.arange(3) * 8 * width, used=used)
+        truth.assert_near(out, right)
+    assert ran() == {backend: (6, 0)}
+
+
 def test_a_page_past_the_used_ones_may_be_anything(packed):
     query, _, _, cu_q, *_ = packed((3, 4), grad=False)
     pool, table = torch.randn(4, 4, 4, 16), integers(0, 99, 2, -1).view(2, 2)

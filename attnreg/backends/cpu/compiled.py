@@ -142,6 +142,8 @@ def _takes_kind(call: Call, *tensors: Tensor) -> bool:
 def _takes_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     if not (_takes_kind(call, q, k, v) and q.numel() and k.numel() and v.numel()):
         return False
+    if call.block_table is not None and not call.block_table.numel():
+        return False  # its address says that there are no pages
     is_only_here = call.softcap or call.dropout or call.alibi_slopes is not None
     return bool(is_only_here) or call.block_table is not None or not choice.leaves_to_torch(q, k, call)
 

@@ -103,7 +103,9 @@ def selected(*arguments: Any) -> Native | Bypassed:
     if not has_lengths or (versions.SDPA_SKIPS_EMPTY and not all(x.numel() for x in (query, key, value))):
         return Bypassed(MATH, NOTHING_TO_DO)  # torch returns zeros, or 2.11 selects math
     # SDPA makes a batch above the op, too. Made within the op, a mask wouldn't say that it needs a gradient.
-    batched = *_with_batch(*call[:4]), call.dropout_p, call.is_causal
+    # SDPA asks the selector past torch's dispatcher, by which lazily negated tensors would be copied before.
+    tensors = (x if x is None or not x.is_neg() else torch._neg_view(x) for x in _with_batch(*call[:4]))
+    batched = *tensors, call.dropout_p, call.is_causal
     choice = SDPBackend(torch._fused_sdp_choice(*batched, scale=call.scale, enable_gqa=call.enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     if native is not None:
