@@ -224,7 +224,9 @@ def repeated(rng: random.Random, drawn: Drawn, before: Case | None) -> Case:
         return case
     if drawn.change == GROWING:
         used = before.seqused_k and tuple(n + 1 for n in before.seqused_k)
-        return replace(before, lens_k=tuple(n + 1 for n in before.lens_k), seqused_k=used)
+        # Query and key of other lengths are no parts of one tensor.
+        layout = "bhsd" if before.layout == "fused qkv" else before.layout
+        return replace(before, lens_k=tuple(n + 1 for n in before.lens_k), seqused_k=used, layout=layout)
     if drawn.change == REORDERED:
         return _in_another_order(rng, case)
     if not case.varlen:
