@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.dispatch import call_cache, scope
+from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.launching.regular import regular_offsets
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import GRAPH_TREES, needs_graph_memory
@@ -105,6 +106,7 @@ def flash_attn_with_kvcache(
     )
     step, table = (q, k_cache, v_cache, k, v, cache_seqlens, options, bool(return_softmax_lse)), block_table
     if is_simple and cache_batch_idx is not None:
+        check_in_memory(cache_batch_idx=cache_batch_idx)
         # Without a `block_table` a cached sequence is a page.
         is_simple = block_table is None and isinstance(cache_batch_idx, Tensor) and cache_batch_idx.dim() == 1
         table = cache_batch_idx[:, None] if is_simple else None

@@ -841,3 +841,15 @@ def test_threads_decode_into_their_own_caches(in_python):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(decode, range(4)))
+
+
+def test_places_whose_storage_was_freed_are_named_and_nothing_is_written():
+    query, cache = torch.randn(3, 1, 4, 16), torch.randn(5, 8, 4, 16)
+    places, before = torch.tensor([4, 0, 2], dtype=torch.int32), cache.clone()
+    places.untyped_storage().resize_(0)
+    for _ in range(3):
+        with pytest.raises(attnreg.UnsupportedInputError, match=r"cache_batch_idx: got .* in memory"):
+            flash_attn_with_kvcache(
+                query, cache, cache, query, query, cache_seqlens=3, cache_batch_idx=places
+            )
+    assert torch.equal(cache, before)
