@@ -103,15 +103,24 @@ def selected(*arguments: Any) -> Native | Bypassed:
     if not has_lengths or (versions.SDPA_SKIPS_EMPTY and not all(x.numel() for x in (query, key, value))):
         return Bypassed(MATH, NOTHING_TO_DO)  # torch returns zeros, or 2.11 selects math
     # SDPA makes a batch above the op, too. Made within the op, a mask wouldn't say that it needs a gradient.
-    # SDPA asks the selector past torch's dispatcher, by which lazily negated tensors would be copied before.
-    tensors = (x if x is None or not x.is_neg() else torch._neg_view(x) for x in _with_batch(*call[:4]))
-    batched = *tensors, call.dropout_p, call.is_causal
+    q, k, v, mask = _with_batch(*call[:4])
+    q, k, v = _not_negated(q), _not_negated(k), _not_negated(v)
+    batched = q, k, v, None if mask is None else _not_negated(mask), call.dropout_p, call.is_causal
     choice = SDPBackend(torch._fused_sdp_choice(*batched, scale=call.scale, enable_gqa=call.enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     if native is not None:
         return native
     kernel = f"torch's {choice.name.lower()} kernel"
     return Bypassed(kernel, why_unrouted(call))
+
+
+def _not_negated(x: Tensor) -> Tensor:
+    """Return the same memory without the mark that its numbers are lazily negated.
+
+    SDPA asks the selector past torch's dispatcher, which would copy a negated tensor before: the selector
+    sees its strides.
+    """
+    return torch._neg_view(x) if x.is_neg() else x
 
 
 def why_unrouted(call: SdpaCall) -> str:
