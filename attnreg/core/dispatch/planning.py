@@ -141,7 +141,7 @@ def _decide_and_load(
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
     # Such a call makes no plan that would count its shape.
     if turn is not None and (decision.backend or "").casefold() in builders(entries, spec):
-        kind.shapes.add(kind.key_of_shape(Lengths.of(spec)))
+        kind.note_shape(kind.key_of_shape(Lengths.of(spec)))
     torchs = native.kernel if native is not None and kernel is None and policy.only_recording else ""
     return _Settled((*decisions, decision), entries, kernel, turn, torchs)
 

@@ -203,6 +203,11 @@ class CallKind:
         """Return the key of the plan of a shape, in a class of which each shape counts."""
         return _detailed(self.key(lengths)[:1], Detail.SHAPES, lengths)
 
+    def note_shape(self, key: tuple[object, ...]) -> None:
+        """Count a shape by its key; past `FEW_SHAPES` none, so that the set stays small in a long program."""
+        if len(self.shapes) < FEW_SHAPES:
+            self.shapes.add(key)
+
     def forget_shapes(self, lengths: Lengths) -> bool:
         """Forget all plans if another shape has come after `FEW_SHAPES`; return whether that was now."""
         is_known = len(self.shapes) < FEW_SHAPES or self.key_of_shape(lengths) in self.shapes
@@ -274,8 +279,8 @@ class State:
                 kind.plans = {}
         kind = plan.kind
         # Neither a turn, nor a call in a capture, nor a first call that fails comes here.
-        if kind.detail_of(plan.key) is Detail.SHAPES and len(kind.shapes) < FEW_SHAPES:
-            kind.shapes.add(plan.key)
+        if kind.detail_of(plan.key) is Detail.SHAPES:
+            kind.note_shape(plan.key)
         kind.plans[plan.key] = plan
 
     def keep_kind(self, key: tuple[object, ...], kind: CallKind) -> CallKind:
