@@ -146,6 +146,10 @@ COUNTED = {
     "hundreds of sequences": {"count": (260, 300), "longest": 40},
     "pages of 16": {"page": 16},
     "pages of 256, causal": {"page": 256, "window": CAUSAL, "dim": 128},
+    "pages of a row": {"page": 1},
+    "pages of 7, a window": {"page": 7, "window": (40, 0)},
+    "pages of 300, head dims (192, 128)": {"page": 300, "dim": 192, "dim_v": 128},
+    "pages longer than a sequence, causal": {"page": 4096, "window": CAUSAL, "dim": 128},
     "pages of 64, hundreds of sequences": {"page": 64, "count": (260, 300), "longest": 100},
 }
 

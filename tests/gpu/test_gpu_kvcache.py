@@ -172,9 +172,10 @@ def test_new_rows_are_written_into_a_cache_of_any_layout_and_nothing_else_is(
     assert ran() == {"FA4" if dim == 64 else "FA2": (10, 0)}  # pages need head dims in steps of 16
 
 
+@pytest.mark.only_for("FA2", "FA4")
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_a_repeated_step_takes_a_kernel_that_writes_and_that_of_attention(compiled_cache, with_lse):
-    """Behind FA2's only an LSE that somebody reads has to be corrected, for a sequence without keys."""
+def test_a_repeated_step_takes_a_kernel_that_writes_and_that_of_attention(named, compiled_cache, with_lse):
+    """Behind the kernel only an LSE that somebody reads has to be corrected, for a sequence without keys."""
     q, caches, new, used = drawn((8, 2), 1)
 
     def step():
@@ -182,11 +183,63 @@ def test_a_repeated_step_takes_a_kernel_that_writes_and_that_of_attention(compil
             q, *caches, *new, cache_seqlens=used, causal=True, return_softmax_lse=with_lse
         )
 
-    with attnreg.use_backend("FA2"):
-        for _ in range(3):
+    with attnreg.use_backend(named):
+        for _ in range(12):
             step()
+            torch.cuda.synchronize()
         own = sorted(name for name in gpu.kernels_of(step) if name.startswith("attnreg_"))
     assert own == ["attnreg_append", *(["attnreg_clear_forward"] if with_lse else [])]
+
+
+def assert_kernel_writes_zeros(named, ran, heads, dim, tokens, page=None):
+    """Run steps of which one sequence has no keys, with no kernel that clears, and compare with float64.
+
+    Values of NaN go through the multiprocessors before, so memory that isn't written holds NaN.
+    """
+    q, caches, _, used = drawn(heads, tokens, dim, room=768)
+    causal, given, table = tokens == 1, caches, None
+    if page is not None:
+        table = torch.arange(len(used) * 768 // page, dtype=torch.int32, device="cuda").view(len(used), -1)
+        given = [x.reshape(-1, page, *x.shape[2:]) for x in caches]
+    shapes = ((4000, count, dim) for count in (heads[0], heads[1], heads[1]))
+    spoilt = [torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    ends = gpu.offsets_of((1000, 2000, 1000))
+    right, _ = expected(q, caches, (None, None), used, causal)
+
+    def step():
+        return flash_attn_with_kvcache(q, *given, cache_seqlens=used, block_table=table, causal=causal)
+
+    with attnreg.use_backend(named):
+        for _ in range(12):
+            attnreg.varlen_attn(*spoilt, ends, ends, 2000, 2000, enable_gqa=True)
+            out = step()
+            torch.cuda.synchronize()
+            truth.assert_near(out, right, torch.bfloat16)
+            assert not out[0].any()
+        own = [name for name in gpu.kernels_of(step) if name.startswith("attnreg_")]
+    assert own == []
+    assert ran() == {named: (26, 0)}
+
+
+FEW_QUERIES = pytest.mark.parametrize("tokens", [1, 3])
+HEADS_AND_DIM = pytest.mark.parametrize(("heads", "dim"), [((8, 2), 64), ((4, 4), 128)], ids=str)
+
+
+@pytest.mark.only_for("FA2", "FA4")
+@FEW_QUERIES
+@HEADS_AND_DIM
+def test_a_sequence_without_keys_has_zeros_that_the_kernel_itself_writes(
+    named, ran, compiled_cache, heads, dim, tokens
+):
+    assert_kernel_writes_zeros(named, ran, heads, dim, tokens)
+
+
+@pytest.mark.only_for("FA4")
+@pytest.mark.parametrize("page", [1, 48, 768])
+@FEW_QUERIES
+@HEADS_AND_DIM
+def test_so_has_a_sequence_without_keys_in_pages(named, ran, compiled_cache, heads, dim, tokens, page):
+    assert_kernel_writes_zeros(named, ran, heads, dim, tokens, page)
 
 
 def test_a_step_on_another_stream_has_offsets_of_its_own(compiled_cache, in_python):

@@ -142,7 +142,7 @@ def test_a_write_that_is_reported_is_followed_at_once(named, prepare, nccl):
 
 OWN = {
     "FA2": ["attnreg_clear_forward"],
-    "FA4": ["attnreg_blank", "attnreg_clear_forward"],
+    "FA4": ["attnreg_blank"],
     "cuDNN": ["attnreg_clear_forward", "attnreg_cudnn_lengths"],
 }
 
@@ -174,6 +174,43 @@ def test_new_offsets_cost_at_most_two_small_kernels_for_all_layers_and_both_dire
         torch.autograd.grad(out, given.qkv, gpu.incoming(out))
 
     assert own_kernels(step) == OWN[named]
+
+
+def spoilt(lengths, tail, shares_offsets, seed):
+    """Return packed inputs with NaN in a tail of rows that lie in no sequence, and these sequences alone."""
+    inner = gpu.packed(lengths, None if shares_offsets else lengths, grad=False, seed=seed)
+    padded = (torch.cat((x, x.new_full((tail, *x.shape[1:]), torch.nan))) for x in inner.qkv)
+    return gpu.Packed(*padded, *inner[3:]), inner
+
+
+@pytest.mark.only_for("FA4")
+@pytest.mark.parametrize("shares_offsets", [True, False])
+def test_one_kernel_copies_values_and_clears_rows_if_no_row_of_a_sequence_is_without_a_key(
+    named, compiled_cache, shares_offsets
+):
+    """It clears before the launch. With offsets of its own for the keys a row may be without one."""
+    front = gpu.on(named, window_size=(-1, 0), return_aux=attnreg.AuxRequest(lse=True))
+    own = []
+    for number in range(20):
+        tail = number % 3 * 70
+        given, inner = spoilt((40 + number, 0, 300, 7), tail, shares_offsets, number)
+        ends = slice(len(inner.query), None)
+        junk = torch.full((1 << 20,), torch.nan, device="cuda")
+        del junk  # whose memory the results may get
+        out, lse = front(*given)
+        assert not out[ends].any()
+        assert (lse[:, ends] == -torch.inf).all()
+        right, right_lse = truth.varlen(
+            *(x.cpu() for x in inner.qkv), *(x.cpu() for x in inner[3:5]), window=(-1, 0)
+        )
+        truth.assert_near(out[: ends.start].cpu(), right, gpu.BF16)
+        truth.assert_near(lse[:, : ends.start].cpu(), right_lse, gpu.BF16)
+        if number > 15:
+            lengths = 40 + number, 0, 300, 7
+            others = iter([spoilt(lengths, tail, shares_offsets, 50 + n)[0] for n in range(2)])
+            own.append(own_kernels(lambda others=others: front(*next(others))))
+    behind = [] if shares_offsets else ["attnreg_clear_forward"]
+    assert own == [["attnreg_blank", *behind]] * len(own)
 
 
 @pytest.mark.only_for("FA2", "cuDNN")

@@ -187,6 +187,8 @@ def _key_tile(spec: AttentionSpec) -> int:
 
 def _priority(spec: AttentionSpec) -> int:
     """Return the priority: for decoding before FA2, unless values are copied first or splitting pays."""
+    if spec.page_size is not None and _splitting_pays(spec):
+        return 8  # behind FA2, which splits keys, where it takes such pages
     if not spec.decodes:
         return 30
     return 50 if compiled_kinds.spec_reads_as_pages(spec) and not _splitting_pays(spec) else 15
@@ -219,7 +221,7 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
 
 BACKEND = Backend(
     name="FA4",
-    forward=Capabilities(**_BOTH, page_size=Range(16, 256, 16), refuses=_refuses_forward),
+    forward=Capabilities(**_BOTH, page_size=Range(1), refuses=_refuses_forward),
     backward=Capabilities(**_BOTH, refuses=_refuses_backward),
     load=load,
     unavailable=unavailable,

@@ -78,12 +78,16 @@ def launch_of(
     if not family.packed:
         return FunctionLauncher(launches.launch_dense, programs=launches.described)
     # Weights of unused keys are zero, whatever the keys contain, so a forward needs only finite values. In a
-    # backward each row is a factor of a sum over a whole tile. Of pages no unused row is loaded.
+    # backward each row is a factor of a sum over a whole tile. Of pages no unused row is loaded, but zeros in
+    # its place, so that the output of a sequence without keys is 0. Of packed keys the kernel then loads the
+    # tile before the sequence.
     finite = ((2, 1),) if launches.is_forward else ((0, 0), (1, 0), (2, 1), (3, 1))
     takes = ("seqused_k",) * family.seqused + ("block_table",) * (family.page_size is not None)
+    reads_pages = bool(takes)
     return FunctionLauncher(
-        launches.launch_packed, arguments.window, () if takes else finite, launches.described, takes
-    )
+        launches.launch_packed, arguments.window, () if reads_pages else finite, launches.described, takes,
+        zeroes_rows=reads_pages,
+    )  # fmt: skip
 
 
 class _Launches(NamedTuple):

@@ -84,8 +84,8 @@ class OpLauncher:
         takes: ("seqused_k",) if the op takes that by keyword.
         folds: whether the op takes a longest query of 1 to mean that each sequence has a query. Where that
             isn't known, it gets 2.
-        zeroes_rows: whether a forward's op writes 0 to output rows of a sequence without keys. If nobody
-            reads the LSE and all rows belong to a sequence, nothing is cleared then.
+        zeroes_rows: whether a forward writes 0 to output rows of a sequence without keys. If nobody reads the
+            LSE and all rows belong to a sequence, nothing is cleared then.
     """
 
     form: ClassVar = "op"
@@ -219,6 +219,7 @@ class FunctionLauncher:
             function, as `programs.described` does, for calls of these lengths; None where the function has
             to run. C++ keeps what it returns.
         takes: which of `seqused_k` and `block_table` the function reads, for a kind of calls with these.
+        zeroes_rows: as in `OpLauncher`.
     """
 
     form: ClassVar = "function"
@@ -227,6 +228,7 @@ class FunctionLauncher:
     finite: tuple[tuple[int, int], ...] = ()
     programs: Callable[..., tuple[Any, ...] | None] | None = None
     takes: tuple[str, ...] = ()
+    zeroes_rows: bool = False
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""

@@ -80,6 +80,18 @@ __device__ void write_facts(
   }
 }
 
+// Set the marked rows of a block's outputs to 0, and their LSE to -inf. By all threads of the block.
+__device__ void clear_outputs(
+    const unsigned* marked, i64 first, char* out, float* lse, i64 heads, i64 head_bytes, i64 row_step, i64 head_step,
+    i64 lse_head_step, i64 lse_row_step) {
+  for (unsigned n = threadIdx.x / 32; n < blockDim.x; n += blockDim.x / 32) {
+    if (!(marked[n / 32] >> n % 32 & 1)) continue;
+    zero_row(out + (first + n) * row_step, heads, head_bytes, head_step);
+    for (i64 head = threadIdx.x % 32; head < heads; head += 32)
+      lse[head * lse_head_step + (first + n) * lse_row_step] = __int_as_float(0xff800000);
+  }
+}
+
 // If there is a place for facts, a further block of the grid, behind those for rows, writes them; of the offsets of queries
 // alone if `tokens_k` is below 0. Where `used` isn't null it has the number of each sequence's keys.
 extern "C" __global__ void attnreg_clear_forward(
@@ -106,13 +118,8 @@ extern "C" __global__ void attnreg_clear_forward(
       clear = begin > last;
     }
   }
-  if (!mark(clear, marked)) return;
-  for (unsigned n = threadIdx.x / 32; n < blockDim.x; n += blockDim.x / 32) {
-    if (!(marked[n / 32] >> n % 32 & 1)) continue;
-    zero_row(out + (first + n) * row_step, heads, head_bytes, head_step);
-    for (i64 head = threadIdx.x % 32; head < heads; head += 32)
-      lse[head * lse_head_step + (first + n) * lse_row_step] = __int_as_float(0xff800000);
-  }
+  if (mark(clear, marked))
+    clear_outputs(marked, first, out, lse, heads, head_bytes, row_step, head_step, lse_head_step, lse_row_step);
 }
 
 extern "C" __global__ void attnreg_clear_backward(
@@ -143,19 +150,31 @@ extern "C" __global__ void attnreg_clear_backward(
   }
 }
 
-// As of the kernel above a further block writes facts, if there is a place for them.
+// Copy rows; those past the last offset become zeros. A warp copies a row. If `out` isn't null, further blocks clear outputs
+// before the call: the rows that lie in no sequence, of `tokens_q`. As of the kernel above a last block writes facts, if there
+// is a place for them.
 extern "C" __global__ void attnreg_blank(
     char* to, const char* from, const int* offsets, i64 batch, i64 tokens, i64 heads, i64 head_bytes,
     i64 to_row_step, i64 to_head_step, i64 from_row_step, i64 from_head_step, i64 step, const int* offsets_q,
-    const int* offsets_k, i64 tokens_q, i64 tokens_k, i64 step_q, i64 step_k, unsigned short* place) {
-  if ((i64)blockIdx.x * (blockDim.x / 32) >= tokens) {
+    const int* offsets_k, i64 tokens_q, i64 tokens_k, i64 step_q, i64 step_k, unsigned short* place, char* out,
+    float* lse, i64 out_heads, i64 out_head_bytes, i64 out_row_step, i64 out_head_step, i64 lse_head_step,
+    i64 lse_row_step) {
+  __shared__ unsigned marked[4];
+  const i64 copying = (tokens * 32 + blockDim.x - 1) / blockDim.x, row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if (blockIdx.x < copying) {
+    if (row >= tokens) return;
+    const char* source = row < offsets[batch * step] ? from + row * from_row_step : nullptr;
+    set_row(to + row * to_row_step, source, heads, head_bytes, to_head_step, from_head_step);
+    return;
+  }
+  const i64 first = (blockIdx.x - copying) * blockDim.x, query = first + threadIdx.x;
+  if (!out || first >= tokens_q) {
     write_facts(nullptr, place, offsets_q, offsets_k, batch, tokens_q, tokens_k, step_q, step_k);
     return;
   }
-  const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;  // a warp for each
-  if (row >= tokens) return;
-  const char* source = row < offsets[batch * step] ? from + row * from_row_step : nullptr;
-  set_row(to + row * to_row_step, source, heads, head_bytes, to_head_step, from_head_step);
+  if (mark(query < tokens_q && (query < offsets_q[0] || query >= offsets_q[batch * step_q]), marked))
+    clear_outputs(marked, first, out, lse, out_heads, out_head_bytes, out_row_step, out_head_step, lse_head_step,
+                  lse_row_step);
 }
 
 extern "C" __global__ void __launch_bounds__(1024) attnreg_facts(

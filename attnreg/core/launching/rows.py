@@ -17,8 +17,9 @@ from attnreg.core.torchlib.device_code import DeviceKernel
 # Threads of a block. Of the kernels that clear a block is also for as many rows.
 BLOCK = 128
 
-# What the call cache has these kernels write besides, to save a launch; in Python `facts` is apart.
-_NO_FACTS = (0,) * 7
+# What the call cache has these kernels write besides, to save a launch; in Python `facts` is apart, and
+# `clear_forward`.
+_NO_FACTS, _NO_OUTPUT = (0,) * 7, (0,) * 8
 
 _SOURCE = Path(__file__).with_name("rows.cu")
 CLEAR_FORWARD = DeviceKernel("attnreg_clear_forward", _SOURCE)
@@ -101,7 +102,7 @@ def blanked(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     batch = cu_seqlens.shape[0] - 1
     grid = -(-tokens * 32 // BLOCK)
     sizes = batch, tokens, heads, dim * size, *steps, cu_seqlens.stride(0)
-    BLANK(grid, BLOCK, copy, x, cu_seqlens, *sizes, *_NO_FACTS)
+    BLANK(grid, BLOCK, copy, x, cu_seqlens, *sizes, *_NO_FACTS, *_NO_OUTPUT)
     return copy
 
 

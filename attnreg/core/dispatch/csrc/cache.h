@@ -57,7 +57,8 @@ struct Entry {  // how a call is run: by one of the four, or by torch's own kern
   std::shared_ptr<const AddressLauncher> addresses;
   std::shared_ptr<const Programs> programs;  // run in place of a function of Python's, where they can
   Window window{};  // of a packed call on a GPU: by it rows are cleared that aren't known to see a key
-  bool clears = false;  // whether they are cleared after a function of Python's; after the others they always are
+  bool clears = false;  // whether they are cleared for a function of Python's; after the others they always are
+  bool zeroes_rows = false;  // whether a forward writes 0 to output rows of a sequence without keys
   std::vector<std::pair<size_t, bool>> finite{};  // tensors whose rows of no sequence have to be finite, and (true) of keys
   Tallies tallies;
   Object decline_reason;  // counts an error, and returns None unless the backend declines the call with it
@@ -269,18 +270,20 @@ inline void drop_all() {
   cache.generation = old.generation + 1;
 }
 
-// Run a function of Python's, or what it describes; false if it can't run the call any more.
+// Run a function of Python's, or what it describes; false if it can't run the call any more. The function leaves rows that see
+// no key to whoever clears them.
 inline bool launch_function(const Entry& entry, const Launch& call, Tensors& results) {
-  return (entry.programs && launch(*entry.programs, call, results)) || launch(entry.python.get(), call, results);
+  const bool knows_rows = call.knows_rows || entry.clears;
+  return (entry.programs && launch(*entry.programs, call, results)) || launch(entry.python.get(), call, knows_rows, results);
 }
 
 // Whether output rows of a packed forward that see no key are 0 as the launcher writes them. That is so only if no row of
 // a sequence with keys is without one: the weights of such a row are 0, but the values may be NaN.
 inline bool has_zeroes(const Entry& entry, const Lengths& lengths, bool drops_lse) {
-  return drops_lse && entry.op && entry.op->zeroes_rows && (entry.window.right < 0 || lengths.numbers[Lengths::kMaxQ] == 1);
+  return drops_lse && entry.zeroes_rows && (entry.window.right < 0 || lengths.numbers[Lengths::kMaxQ] == 1);
 }
 
-// Whether rows of a packed call are cleared behind an entry's launcher.
+// Whether rows of a packed call are cleared for an entry's launcher.
 inline bool clears_rows(const Entry& entry, const Launch& call) {
   const bool is_unknown = entry.python ? entry.clears && !call.fills_rows : !call.knows_rows;
   const bool is_clear = call.fills_queries && has_zeroes(entry, call.lengths, call.drops_lse);
@@ -290,6 +293,25 @@ inline bool clears_rows(const Entry& entry, const Launch& call) {
 // Whether a kernel that is launched for a call anyway can also answer what is so of its offsets.
 inline bool can_answer(const Entry& entry, const Launch& call) {
   return clears_rows(entry, call) && (call.is_forward || !entry.finite.empty());
+}
+
+// Whether the kernel that copies the values of a packed forward can also clear the output, before the launch. The launcher has
+// to leave the rows that are cleared. It leaves rows that lie in no sequence; a row of a sequence that sees no key it may
+// write. With the same offsets for queries and keys, and a mask that contains the diagonal, as each does, no such row exists.
+inline bool clears_beforehand(const Entry& entry, const Launch& call, bool clears) {
+  return clears && call.is_forward && entry.programs && entry.finite.size() == 1 && !call.used && call.offsets(0).is_same(call.offsets(1));
+}
+
+// Run a function of Python's, or what it describes, on copies of tensors that have to be finite.
+inline bool launch_finite(const Entry& entry, const Launch& call, const DeviceCode& code, Tensors& results) {
+  Tensors tensors(call.tensors.begin(), call.tensors.end());
+  for (const auto& [place, of_keys] : entry.finite) {
+    tensors[place] = blanked(code, tensors[place], call, of_keys);
+  }
+  Launch finite{tensors, call.lengths, true, true, true, call.is_forward};
+  finite.used = call.used;
+  finite.table = call.table;
+  return launch_function(entry, finite, results);
 }
 
 // Run a kept call; false if its launcher can't. The results are as the contract says. `keys` are those of the op's dispatch.
@@ -304,22 +326,19 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
   if (clears && !code) {
     return false;
   }
-  bool done = true;
+  bool done = true, is_clear = !clears;
   if (entry.native) {
     done = launch(*entry.native, call, results);
   } else if (entry.op) {
     launch(*entry.op, call, keys, results, spare);
   } else if (entry.addresses) {
     done = launch(*entry.addresses, call, results);
+  } else if (clears_beforehand(entry, call, clears)) {
+    const Blanked blanked{*code, entry.finite[0].first, entry.finite[0].second};
+    is_clear = launch(*entry.programs, call, results, &blanked);
+    done = is_clear || launch_finite(entry, call, *code, results);
   } else if (clears) {
-    Tensors tensors(call.tensors.begin(), call.tensors.end());
-    for (const auto& [place, of_keys] : entry.finite) {
-      tensors[place] = blanked(*code, tensors[place], call, of_keys);
-    }
-    Launch finite{tensors, call.lengths, true, true, true, call.is_forward};
-    finite.used = call.used;
-    finite.table = call.table;
-    done = launch_function(entry, finite, results);
+    done = launch_finite(entry, call, *code, results);
   } else {
     done = launch_function(entry, call, results);
   }
@@ -327,7 +346,7 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
     return false;
   }
   check_results(call, results);  // before rows are cleared by their addresses
-  if (clears) {
+  if (!is_clear) {
     clear(*code, call, entry.window, results);
   }
   return true;

@@ -145,7 +145,8 @@ inline void read_op_launcher(PyObject* launcher, size_t tensors, Entry& entry) {
   entry.op = std::make_shared<const OpLauncher>(
       captured->first, captured->second, arguments_behind(schema, tensors, launcher),
       static_cast<size_t>(number_attribute(launcher, "results")), places_attribute(launcher, "length_places"), used,
-      flag_attribute(launcher, "folds"), flag_attribute(launcher, "zeroes_rows"));
+      flag_attribute(launcher, "folds"));
+  entry.zeroes_rows = flag_attribute(launcher, "zeroes_rows");
 }
 
 inline void read_native_launcher(PyObject* launcher, Entry& entry) {
@@ -165,6 +166,7 @@ inline void read_function_launcher(PyObject* launcher, Entry& entry) {
   entry.python = held_function(attribute(launcher, "run").get());
   entry.window = window_attribute(launcher);
   entry.clears = true;
+  entry.zeroes_rows = flag_attribute(launcher, "zeroes_rows");
   entry.finite = places_attribute(launcher, "finite");
   if (const Object describe = attribute(launcher, "programs"); describe.get() != Py_None) {
     auto programs = std::make_shared<Programs>();

@@ -38,7 +38,6 @@ struct OpLauncher {  // one of torch's own kernels, and the op's arguments behin
   std::vector<std::pair<size_t, bool>> lengths;  // places in `rest` of the longest query, and (true) of the longest key
   std::optional<size_t> used{};  // the place in `rest` of how many keys count; none where the op isn't given it
   bool folds = false;            // whether a longest query of 1 means that each sequence has a query
-  bool zeroes_rows = false;      // whether output rows of a sequence without keys are written as 0
 };
 
 inline bool counts_versions(const at::Tensor& tensor) {
@@ -294,7 +293,7 @@ inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& 
 }
 
 // Run a function of Python's; false if it can't run the call any more.
-inline bool launch(PyObject* function, const Launch& call, Tensors& results) {
+inline bool launch(PyObject* function, const Launch& call, bool knows_rows, Tensors& results) {
   const WithGil gil;
   std::vector<Object> arguments;
   for (size_t i = 0; i < call.tensors.size(); i++) {
@@ -311,7 +310,7 @@ inline bool launch(PyObject* function, const Launch& call, Tensors& results) {
   if (call.is_packed) {
     arguments.push_back(owned(PyLong_FromLongLong(call.lengths.numbers[Lengths::kMaxQ])));
     arguments.push_back(owned(PyLong_FromLongLong(call.lengths.numbers[Lengths::kMaxK])));
-    arguments.push_back(owned(PyBool_FromLong(call.knows_rows)));
+    arguments.push_back(owned(PyBool_FromLong(knows_rows)));
   }
   const Object returned = call_python(function, arguments);
   if (returned.get() == Py_None) {

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "launchers.h"
+#include "device_code.h"
 
 namespace attnreg {
 
@@ -335,8 +335,16 @@ inline Tensors numbered(const Launch& call) {
   return tensors;
 }
 
+// A tensor that a forward reads as a copy, in which rows past the last offset are zeros. The kernel that copies it also clears
+// the output's rows that lie in no sequence.
+struct Blanked {
+  const DeviceCode& code;
+  size_t place;
+  bool of_keys;
+};
+
 // Run a program; false if there is none for the call.
-inline bool launch(const Programs& programs, const Launch& call, Tensors& results) {
+inline bool launch(const Programs& programs, const Launch& call, Tensors& results, const Blanked* blanked = nullptr) {
   const at::Tensor &query = call.query(), &key = call.tensors[call.is_forward ? 1 : 2];
   if (query.numel() == 0 || key.numel() == 0) {
     return false;
@@ -354,6 +362,10 @@ inline bool launch(const Programs& programs, const Launch& call, Tensors& result
   for (const int64_t number : program->contiguous) {
     tensors[number] = tensors[number].contiguous();
   }
+  at::Tensor original;
+  if (blanked) {
+    original = std::exchange(tensors[blanked->place], at::empty(tensors[blanked->place].sizes(), tensors[blanked->place].options()));
+  }
   c10::SmallVector<DLTensor, 24> described;
   for (const at::Tensor& tensor : tensors) {
     described.push_back(dl_tensor(tensor));
@@ -368,6 +380,10 @@ inline bool launch(const Programs& programs, const Launch& call, Tensors& result
       tensors.push_back(allocated(buffer, tensors, numbers));
       described.push_back(dl_tensor(tensors.back()));
     }
+  }
+  if (blanked) {
+    const OutputWords output(tensors[program->results[0]], tensors[program->results[1]]);
+    blank(blanked->code, tensors[blanked->place], original, call, blanked->of_keys, output);
   }
   {
     const OnStream on_stream(program->ffi, query);

@@ -130,7 +130,7 @@ inline bool run_varlen(
     const bool is_even = tokens_q == lengths.numbers[Lengths::kBatch] * lengths.numbers[Lengths::kMaxQ];
     if (!used.defined() && !(is_even && !queries.is_same(keys) && has_zeroes(*entry, lengths, further.drops_lse))) {
       known = facts_of(queries, keys, tokens_q, tokens_k, question);
-    } else if (!fills_queries && is_even && entry->op) {
+    } else if (!fills_queries && is_even && (entry->op || entry->zeroes_rows)) {
       fills_queries = facts_of(queries, queries, tokens_q, tokens_q, question).fills_rows;
       asks_queries = true;
     }
