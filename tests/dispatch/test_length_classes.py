@@ -4,6 +4,7 @@ import itertools
 import random
 import types
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ import attnreg
 from attnreg.core import registry
 from attnreg.core.contract.capabilities import ANY_SIZE
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths, changes_at, with_lengths
-from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch import state
 from attnreg.core.dispatch.kinds import kind_of
 from attnreg.core.dispatch.planning import decide
 from attnreg.core.dispatch.state import CallKind, Detail
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
+from attnreg.core.times import tables
+from attnreg.core.times.table import load
 from attnreg.testing import classes
 from attnreg.testing.classes import by_class, draw_spec
 
@@ -115,6 +118,25 @@ def test_built_in_backends_decide_alike_about_all_numbers_of_ranges_of_a_class(b
     given = {"varlen": True, "bias": False, "key_ranges": True}
     exact = check_many(lambda _: built_in, 3, pairs, **given)
     assert exact <= pairs // 10, "most calls are decided by class"
+
+
+@pytest.mark.parametrize("kinds", [40, pytest.param(1_500, marks=pytest.mark.slow)])
+def test_the_shipped_table_predicts_either_all_lengths_of_a_class_or_none(built_in, kinds):
+    """Without the tables' own cuts some classes have both, of which the first call would decide for all."""
+    shipped = load(Path(tables.__file__).parent / "shipped" / "nvidia-h200.json")
+    times, draw = tables.NamedTables((tables.Named(shipped, "a test"),), lambda: built_in), random.Random(4)
+    counts = {True: 0, False: 0}
+    for _ in range(kinds):
+        spec = draw_kind(draw).but(device=Device.parse("sm_90"))
+        now = types.SimpleNamespace(entries=built_in, policy=Policy(tables=times))
+        cuts = kind_of(now, spec, "forward").cuts
+        assert {*times.cuts(spec.device)} <= {*cuts}
+        for group in by_class([draw_spec(draw, spec, cuts) for _ in range(CALLS_OF_A_KIND)], cuts):
+            for direction in directions(spec):
+                found = {times.predict(each.of(direction), direction) is not None for each in group}
+                assert len(found) == 1, group
+                counts[found.pop()] += 1
+    assert min(counts.values()) > kinds // 2
 
 
 def beside(spec, cut):

@@ -238,6 +238,18 @@ def test_of_ever_new_shapes_a_few_are_decided_one_by_one(here, lengths_decided, 
     assert lengths_decided[FEW_SHAPES:] == ([210, 911] if longer else [210])
 
 
+@pytest.mark.parametrize("lengths", [(16, 17), (17, 16)], ids=str)
+def test_lengths_that_a_table_covers_are_decided_by_it_whatever_lengths_came_first(here, ran, lengths):
+    """Times of many queries say nothing of packed calls of few, so the default order decides about these."""
+    attnreg.configure(here(point(spec_with(varlen=True), first=90.0, second=10.0)))
+    for length in lengths:
+        x = torch.randn(2 * length, 4, 64, dtype=torch.bfloat16)
+        ends = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+        for _ in range(3):
+            attnreg.varlen_attn(x, x, x, ends, ends, length, length)
+        assert ran() == {"first" if length == 16 else "second": (3, 0)}
+
+
 @pytest.fixture
 def decided_for(here, lengths_decided):
     """Have times choose the backend that builds for each shape; return a list of the lengths decided for."""

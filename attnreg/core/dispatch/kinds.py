@@ -25,6 +25,8 @@ def kind_of(now: State, spec: AttentionSpec, direction: Direction) -> CallKind:
             cuts += entry.cuts(spec, each)
         if now.policy.lock is not None:
             cuts += now.policy.lock.cuts(spec, each) or ()
+    if now.policy.tables is not None:
+        cuts += now.policy.tables.cuts(spec.device)
     return CallKind(cuts)
 
 

@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnreg.core.adaptation.lse_columns import LseColumns
+from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.predictions import Prediction
 from attnreg.core.times.environments import environment, matched, matched_simulated
 from attnreg.core.times.index import Kinds
-from attnreg.core.times.kinds import PROCESSORS, kind_of
+from attnreg.core.times.kinds import PROCESSORS, SHORT, kind_of
 from attnreg.core.times.lookup import predict, predict_both
 from attnreg.core.times.table import Table, load
 from attnreg.errors import ConfigError, first_ten
@@ -134,6 +135,9 @@ class NamedTables:
         if device not in self._reports:
             self._reports[device] = self._compared(device)
         return self._reports[device]
+
+    def cuts(self, device: Device) -> tuple[Cut, ...]:
+        return () if self.report(device).in_force is None else (Cut.of("max_q", at=SHORT + 1),)
 
     def notes(self, device: Device) -> tuple[str, ...]:
         report = self.report(device)
