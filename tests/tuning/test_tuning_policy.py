@@ -250,6 +250,39 @@ def test_lengths_that_a_table_covers_are_decided_by_it_whatever_lengths_came_fir
         assert ran() == {"first" if length == 16 else "second": (3, 0)}
 
 
+def test_what_a_step_of_lengths_chooses_is_checked_once_for_all_steps_with_that_choice(
+    here, routers, ran, monkeypatch
+):
+    decided, make_plan = [], calls.make_plan
+
+    def deciding(*given):
+        decided.append(given[3].max_q)
+        return make_plan(*given)
+
+    monkeypatch.setattr(calls, "make_plan", deciding)
+    checked, check = [], planning.checked_against_contract
+
+    def checking(kernel, direction, backend, *rest):
+        checked.append(backend)
+        return check(kernel, direction, backend, *rest)
+
+    monkeypatch.setattr(planning, "checked_against_contract", checking)
+    sizes = {128: (10.0, 40.0), 1024: (900.0, 200.0)}
+    attnreg.configure(
+        here(*(
+            point(spec_with(length), cpu=990.0, first=first, second=second)
+            for length, (first, second) in sizes.items()
+        ))
+    )  # fmt: skip
+    steps = (120, 150, 200, 900, 1100, 1600, 60)  # each another
+    for length in steps:
+        call(length)
+        call(length)
+    assert ran() == {"first": (8, 0), "second": (6, 0)}
+    assert decided == [*steps]
+    assert checked == ["first", "second"]
+
+
 @pytest.fixture
 def decided_for(here, lengths_decided):
     """Have times choose the backend that builds for each shape; return a list of the lengths decided for."""

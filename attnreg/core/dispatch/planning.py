@@ -19,7 +19,7 @@ from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.dispatch import counters, timed, trace
 from attnreg.core.dispatch.declined import NOBODY, Declined, JudgedEntry, with_reasons
 from attnreg.core.dispatch.kinds import builders, refined_key
-from attnreg.core.dispatch.state import CallKind, Plan, State
+from attnreg.core.dispatch.state import CallKind, Detail, Plan, State
 from attnreg.core.launching.validation import checked_against_contract
 from attnreg.core.policy import ranks
 from attnreg.core.registry.entry import Entry
@@ -99,7 +99,7 @@ def make_plan(
     `RanksDifferError` if another rank of the job chooses by another table.
     """
     building.ensure_built()  # the next start of the program has the compiled part
-    captured.warn_if_shadowed_in_plan()
+    captured.warn_if_shadowed_in_plan(is_of_new_kind=not kind.plans)
     ranks.agree(now.policy, now.entries, spec.device)
     # Before another shape is decided: whichever backend runs it, deciding it takes a millisecond, too.
     if kind.forget_shapes(Lengths.of(spec)):
@@ -166,6 +166,9 @@ def _instrumented(
     plan = Plan(name, kernel, kernel is None, counted, kind=kind, key=key, turn=turn or lasting)
     # What a CUDA graph can't record for want of a first run it may record later.
     is_kept = not spec.capturing and turn is None
+    if is_kept and lasting is None and (alike := _plan_alike(plan)) is not None:
+        now.keep(alike)
+        return alike
     if kernel is None:
         log_fallbacks()
         if is_kept:
@@ -193,6 +196,22 @@ def _instrumented(
         lambda plain: _timed(entry.fit_for(spec, direction, plain), turn or lasting),
     )
     return plan._replace(kernel=checked, is_checked=False)
+
+
+def _plan_alike(plan: Plan) -> Plan | None:
+    """Return a plan of the same class of lengths as one for a plan's step of lengths; None if there is none.
+
+    Times choose a backend for each step. All else is the same for a whole class: whether a backend can run
+    the calls, what is adapted, what is counted. So the first call of another step with the same choice is
+    neither checked nor logged again.
+    """
+    kind, key = plan.kind, plan.key
+    if kind is None or kind.detail_of(key) is not Detail.STEPS:
+        return None
+    for other in list(kind.plans.values()):
+        if other.key[:2] == key[:2] and (other.backend, other.counters) == (plan.backend, plan.counters):
+            return other._replace(key=key) if other.is_native is plan.is_native else None
+    return None
 
 
 def _times(policy: Policy, native: str) -> Times | None:

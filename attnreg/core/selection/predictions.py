@@ -160,9 +160,13 @@ def _builds_long(candidate: Candidate) -> bool:
 def _by_cost(default: Sequence[str], able: Container[str], prediction: Prediction) -> list[str]:
     known = {name: candidate for name in default if (candidate := prediction.of(name)) is not None}
     costs = {name: candidate.rank_us for name, candidate in known.items() if candidate.rank_us is not None}
-    within = [known[name] for name in costs if name in able]
-    best = min(within, key=_cost, default=None)
-    level = [each for each in within if best is not None and _is_level(each, best, prediction)]
+    # Whether a backend can run the call is asked of as few as possible: that takes longer than all else here.
+    best = next((known[name] for name in sorted(costs, key=costs.__getitem__) if name in able), None)
+    level = (
+        known[name]
+        for name in costs
+        if best is not None and _is_level(known[name], best, prediction) and name in able
+    )
     first = min(level, key=_host_alone, default=None)
     by_cost = sorted(costs, key=lambda name: (known[name] is not first, costs[name]))
     failed = [name for name in known if name not in costs]

@@ -220,13 +220,13 @@ def warn_if_shadowed_lately() -> None:
     _next_look = ended + min(99 * (ended - began), LONGEST_WAIT)
 
 
-def warn_if_shadowed_in_plan() -> None:
-    """Warn as `warn_if_shadowed` does: the first plans always look, further plans as seldom as blocks.
+def warn_if_shadowed_in_plan(is_of_new_kind: bool) -> None:
+    """Warn as `warn_if_shadowed` does: the first plans of new kinds always look, others as seldom as blocks.
 
-    A program whose calls all differ makes a plan for each, for example while it records a growing cache.
+    A program makes a plan for each step of lengths or, while it records a growing cache, for each call.
     """
     global _prompt_looks
-    if _prompt_looks > 0:
+    if is_of_new_kind and _prompt_looks > 0:
         _prompt_looks -= 1
         warn_if_shadowed()
     else:
