@@ -215,7 +215,7 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_layouts(q=q, k=k, v=v)
     for name, tensor in {"q": q, "k": k, "v": v}.items():
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            shown = str(tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
+            shown = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidInputError(
                 f"{name}: got {shown}, expected 4 dimensions (batch, length, heads, head_dim)"
             )

@@ -217,7 +217,7 @@ def flash_attn_varlen_kvpacked_func(
 
 def _parts(name: str, packed: Tensor, count: int, dims: int) -> tuple[Tensor, ...]:
     if not isinstance(packed, Tensor) or packed.dim() != dims or packed.shape[-3] != count:
-        got = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
+        got = f"shape {tuple(packed.shape)}" if isinstance(packed, Tensor) else type(packed).__name__
         layout = "(batch, length, " if dims == 5 else "(tokens, "
         raise InvalidInputError(f"{name}: got {got}, expected {layout}{count}, heads, head_dim)")
     return packed.unbind(-3)

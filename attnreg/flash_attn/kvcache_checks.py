@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from attnreg.core.launching.memory import check_in_memory
-from attnreg.core.launching.validation import check_layouts
+from attnreg.core.launching.validation import check_layouts, check_same
 from attnreg.core.torchlib.modes import autocasts, is_plain
 from attnreg.core.varlen.plans import check_untraced
 from attnreg.errors import InvalidInputError
+from attnreg.flash_attn.rotary import check_tables
 
 
 def check(
@@ -33,17 +34,17 @@ def check(
     """
     check_untraced("PyTorch's scaled_dot_product_attention")
     numbers = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "block_table": block_table}
+    check_layouts(**numbers)
     check_in_memory(**numbers)
-    check_layouts(q=q, k_cache=k_cache, v_cache=v_cache)
-    for name, tensor in {"q": q, "k_cache": k_cache, "v_cache": v_cache}.items():
-        if tensor.dim() != 4:
-            layout = "(batch, length, heads, head_dim)"
-            raise InvalidInputError(f"{name}: got {tuple(tensor.shape)}, expected 4 dimensions {layout}")
+    check_layouts(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    _check_forms({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, "k": k, "v": v}, block_table is not None)
+    # Before the others are compared with q, so that they aren't at fault where q is.
+    check_same("device", q=q, k_cache=k_cache, v_cache=v_cache)
     if block_table is not None:
         _check_integers("block_table", block_table, q, (len(q), "pages of a sequence"))
         if not k_cache.shape[1]:
             raise InvalidInputError(
-                f"k_cache: got {tuple(k_cache.shape)}, expected pages of at least one token"
+                f"k_cache: got shape {tuple(k_cache.shape)}, expected pages of at least one token"
             )
     if v_cache.shape[:3] != k_cache.shape[:3]:
         raise InvalidInputError(
@@ -54,6 +55,7 @@ def check(
     if (rotary_cos is None) != (rotary_sin is None):
         raise InvalidInputError("rotary_cos and rotary_sin: got one of the two, expected both or none")
     if rotary_cos is not None and rotary_sin is not None:
+        check_tables(rotary_cos, rotary_sin, q, "q")
         _check_rotary(rotary_cos, rotary_sin, q.shape[-1], _room(k_cache, block_table))
     if cache_seqlens is None and (k is not None or rotary_cos is not None):
         raise InvalidInputError("cache_seqlens: got None, expected the lengths before k and v are appended")
@@ -67,6 +69,17 @@ def check(
         )
 
 
+def _check_forms(caches: dict[str, Tensor], others: dict[str, Tensor | None], is_paged: bool) -> None:
+    """Check that tensors are strided and have 4 dimensions each."""
+    check_layouts(**others, **caches)
+    for name, tensor in (others | caches).items():
+        if tensor is not None and tensor.dim() != 4:
+            is_pages = is_paged and name in caches
+            layout = f"({'pages, page size' if is_pages else 'batch, length'}, heads, head_dim)"
+            got = f"shape {tuple(tensor.shape)}"
+            raise InvalidInputError(f"{name}: got {got}, expected 4 dimensions {layout}")
+
+
 def _check_new(q: Tensor, new: tuple[Tensor | None, Tensor | None], caches: tuple[Tensor, Tensor]) -> None:
     """Check the new keys and values, (B, S_new, H_k, D) each."""
     (k, v), (k_cache, v_cache) = new, caches
@@ -74,10 +87,11 @@ def _check_new(q: Tensor, new: tuple[Tensor | None, Tensor | None], caches: tupl
         raise InvalidInputError("k and v: got one of the two, expected both or none")
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         # PyTorch would expand a tensor of another shape.
-        expected = len(q), *((k if k is not None else q).shape[1:2]), *cache.shape[2:]
+        expected = len(q), (k if k is not None else q).shape[1], *cache.shape[2:]
         if tensor is not None and tuple(tensor.shape) != expected:
             raise InvalidInputError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected {expected}, as of the cache"
+                f"{name}: got shape {tuple(tensor.shape)}, expected {expected}: the batch of q, "
+                f"{'' if tensor is k else 'the length of k, '}heads and head_dim of {name}_cache"
             )
         if tensor is None or (tensor.device == q.device and tensor.dtype == cache.dtype):
             continue
@@ -107,6 +121,7 @@ def check_places(
         InvalidInputError: a tensor has another form, or a number is out of range.
         UnsupportedInputError: the storage of `leftpad` was freed.
     """
+    check_layouts(cache_leftpad=leftpad)
     check_in_memory(cache_leftpad=leftpad)
     if block_table is not None and _is_read(block_table, used):
         counts = (-((used + new) // -k_cache.shape[1])).tolist()
@@ -170,19 +185,22 @@ def lengths_of(
     room = _room(k_cache, block_table)
     if isinstance(cache_seqlens, Tensor):
         _check_integers("cache_seqlens", cache_seqlens, q, (len(q),))
-        used = cache_seqlens.to(torch.int32)
         numbers = cache_seqlens.tolist() if _is_read(cache_seqlens) and len(cache_seqlens) else [0]
-        least, most = min(numbers), max(numbers)
     elif cache_seqlens is None or isinstance(cache_seqlens, Integral):
-        least = most = room if cache_seqlens is None else int(cache_seqlens)
-        used = torch.full((len(q),), most, dtype=torch.int32, device=k_cache.device)
+        numbers = [room if cache_seqlens is None else int(cache_seqlens)]
     else:
         raise InvalidInputError(f"cache_seqlens: got {cache_seqlens!r}, expected a tensor or one number")
-    if least < 0:
-        raise InvalidInputError(f"cache_seqlens: got {least}, expected 0 or more")
-    if most + new > room:
-        of_what = "the cache" if block_table is None else f"a row of block_table, {tuple(block_table.shape)}"
+    if min(numbers) < 0 or max(numbers) > room - new:
+        of_what = "the cache" if block_table is None else f"a row of block_table {tuple(block_table.shape)}"
+        if new > room:
+            raise InvalidInputError(f"k: got {new} tokens, expected at most {room}, the room of {of_what}")
+        at, wrong = next((at, n) for at, n in enumerate(numbers) if not 0 <= n <= room - new)
+        got = f"{wrong} at index {at}" if isinstance(cache_seqlens, Tensor) else str(wrong)
+        tokens = f"{room} tokens, {new} of them new" if new else f"{room} tokens"
         raise InvalidInputError(
-            f"cache_seqlens: got {most} and {new} new tokens, expected at most {room}, the room of {of_what}"
+            f"cache_seqlens: got {got}, expected 0 to {room - new}, as {of_what} has room for {tokens}"
         )
-    return used
+    # Only now, because a number that doesn't fit may not fit int32, either.
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens.to(torch.int32)
+    return torch.full((len(q),), numbers[0], dtype=torch.int32, device=k_cache.device)

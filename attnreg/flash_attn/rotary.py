@@ -53,6 +53,7 @@ def apply_rotary_emb(
             f"x, cos and sin: got shapes {tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}, "
             f"expected {dims} dimensions, equal tables (positions, rotary dim / 2) of at most the head dim"
         )
+    check_tables(cos, sin, x)
     count = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     if isinstance(seqlen_offsets, Tensor):
         if seqlen_offsets.shape != (count,) or seqlen_offsets.is_floating_point():
@@ -73,7 +74,7 @@ def apply_rotary_emb(
         is_of_none = sequence >= count
         sequence = sequence.clamp(max=max(count - 1, 0))
         at = torch.where(is_of_none, 0, tokens - cu_seqlens[sequence] + first[sequence])
-        out = rotated(x[None], at[None], cos, sin, interleaved)[0]
+        out = rotated(x[None], at[None], cos, sin, interleaved, sequence)[0]
         out = torch.where(is_of_none[:, None, None], x, out)
     return x.copy_(out) if inplace else out
 
@@ -103,6 +104,16 @@ def apply_rotary(
     return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
 
+def check_tables(cos: Tensor, sin: Tensor, x: Tensor, name: str = "x") -> None:
+    """Check that tables, (positions, rotary dim / 2), are on the device of the heads that they rotate.
+
+    `x` has these heads in its last two dims; `name` is its name.
+    """
+    if not cos.device == sin.device == x.device:
+        got = f"tensors on {cos.device} and {sin.device}"
+        raise InvalidInputError(f"cos and sin: got {got}, expected {x.device}, where {name} is")
+
+
 def positions(first: Tensor, count: int) -> Tensor:
     """Return the positions of `count` tokens from `first` on, integers (B,): (B, count)."""
     return first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
@@ -119,13 +130,22 @@ def check_compiled(name: str, numbers: Tensor, below: int) -> None:
         torch._assert_async(fit, f"{name}: got a number below 0, or one that is too large")
 
 
-def rotated(x: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return `x`, (B, S, H, D), rotated by positions `at`, (B, S) or (B, 1); computed in float32 or wider."""
+def rotated(
+    x: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sequence: Tensor | None = None
+) -> Tensor:
+    """Return `x`, (B, S, H, D), rotated by positions `at`, (B, S) or (B, 1); computed in float32 or wider.
+
+    `sequence`, integers (S,), says to which sequence each token of a packed batch belongs; B is 1 then.
+    """
     if not torch.compiler.is_compiling() and at.is_cpu and is_plain(at) and at.numel():
         least, most = int(at.min()), int(at.max())
         if least < 0 or most >= len(cos):
             wrong = least if least < 0 else most
-            raise InvalidInputError(f"cos and sin: got position {wrong}, expected 0 to {len(cos) - 1}")
+            row, token = (at == wrong).nonzero()[0].tolist()
+            of = row if sequence is None else int(sequence[token])
+            raise InvalidInputError(
+                f"cos and sin: got position {wrong} of sequence {of}, expected 0 to {len(cos) - 1}"
+            )
     check_compiled("cos and sin, by position", at, len(cos))
     size, dtype = 2 * cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.to(dtype)[at.long()][:, :, None] for table in (cos, sin))

@@ -97,7 +97,7 @@ def test_rows_that_see_no_key_are_left_to_the_plan(compiled, planned, ran):
         (((2, 4, 4, 16), (3, 4, 4, 16), (3, 4, 4, 16)), "batch: got 2 for q and 3 for k, expected equal"),
         (((2, 4, 4, 16), (2, 4, 4, 16), (2, 5, 4, 16)), "got "),
         (((2, 4, 4, 16), (2, 4, 3, 16), (2, 4, 3, 16)), "got "),
-        (((4, 4, 16), (4, 4, 16), (4, 4, 16)), r"q: got \(4, 4, 16\), expected 4 dimensions"),
+        (((4, 4, 16), (4, 4, 16), (4, 4, 16)), r"q: got shape \(4, 4, 16\), expected 4 dimensions"),
     ],
     ids=["batch", "keys", "heads", "dimensions"],
 )

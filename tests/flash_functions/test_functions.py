@@ -158,7 +158,9 @@ def test_what_was_made_in_inference_mode_serves_training_as_well():
 
 
 WRONG = {
-    "q: got (5, 4, 16), expected 4 dimensions (batch, length, heads, head_dim)": lambda q: (q[0], q, q, {}),
+    "q: got shape (5, 4, 16), expected 4 dimensions (batch, length, heads, head_dim)": lambda q: (
+        q[0], q, q, {}
+    ),
     "batch: got 2 for q and 1 for k, expected equal ones": lambda q: (q, q[:1], q[:1], {}),
     "batch: got 2 for q and 1 for v, expected equal ones": lambda q: (q, q, q[:1], {}),
     "alibi_slopes: got [1.0], expected a tensor": lambda q: (q, q, q, {"alibi_slopes": [1.0]}),
@@ -183,4 +185,4 @@ def test_what_is_wrong_is_refused_with_what_was_got_and_expected(message):
 def test_a_packed_tensor_of_another_shape_is_refused():
     with pytest.raises(InvalidInputError) as error:
         flash_attn.flash_attn_qkvpacked_func(torch.randn(2, 5, 2, 4, 16))
-    assert str(error.value) == "qkv: got (2, 5, 2, 4, 16), expected (batch, length, 3, heads, head_dim)"
+    assert str(error.value) == "qkv: got shape (2, 5, 2, 4, 16), expected (batch, length, 3, heads, head_dim)"

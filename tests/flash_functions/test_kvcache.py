@@ -284,18 +284,26 @@ def test_a_position_beyond_the_rotary_tables_is_refused_by_their_names():
     given = {"rotary_cos": table, "rotary_sin": table, "cache_seqlens": ROOM}
     with pytest.raises(InvalidInputError) as error:
         flash_attn_with_kvcache(q, k_cache, v_cache, **given)
-    assert str(error.value) == "rotary_cos and rotary_sin: got position 12, expected 0 to 11"
+    assert str(error.value) == "rotary_cos and rotary_sin: got position 12 of sequence 0, expected 0 to 11"
 
 
-@pytest.mark.parametrize("given", [11, torch.tensor([3, 11, 0], dtype=torch.int32)])
-def test_new_keys_that_the_cache_has_no_room_for_are_refused_and_nothing_is_written(given):
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (11, "11"),
+        (2**40, "1099511627776"),
+        (torch.tensor([3, 11, 12], dtype=torch.int32), "11 at index 1"),
+        (torch.tensor([3, 0, 2**32 + 1]), "4294967297 at index 2"),
+    ],
+)
+def test_new_keys_that_the_cache_has_no_room_for_are_refused_and_nothing_is_written(given, got):
     (k_cache, v_cache), q = cache(), torch.randn(BATCH, 2, HEADS, DIM)
     k, v = torch.randn(2, BATCH, 2, KEY_HEADS, DIM).unbind()
     before = k_cache.clone()
     with pytest.raises(InvalidInputError) as error:
         flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=given)
     assert str(error.value) == (
-        "cache_seqlens: got 11 and 2 new tokens, expected at most 12, the room of the cache"
+        f"cache_seqlens: got {got}, expected 0 to 10, as the cache has room for 12 tokens, 2 of them new"
     )
     assert torch.equal(k_cache, before)
 
@@ -313,18 +321,37 @@ def rotary(*shape):
     return {"k": TENSOR, "v": TENSOR, "cache_seqlens": 3, **tables}
 
 
+OF_K = "the batch of q, heads and head_dim of k_cache"
+OF_V = "the batch of q, the length of k, heads and head_dim of v_cache"
+DIMS, PAGES = "(batch, length, heads, head_dim)", "(pages, page size, heads, head_dim)"
 WRONG = {
+    f"q: got shape (3, 4, 16), expected 4 dimensions {DIMS}": {"q": torch.zeros(BATCH, HEADS, DIM)},
+    f"k: got shape (3, 2, 16), expected 4 dimensions {DIMS}": {
+        "k": TENSOR[:, 0], "v": TENSOR, "cache_seqlens": 3
+    },
+    f"v: got shape (), expected 4 dimensions {DIMS}": {
+        "k": TENSOR, "v": TENSOR[0, 0, 0, 0], "cache_seqlens": 3
+    },
+    f"k_cache: got shape (3, 2, 16), expected 4 dimensions {PAGES}": {
+        "k_cache": TENSOR[:, 0], "block_table": LENGTHS[:, None]
+    },
+    "k: got 13 tokens, expected at most 12, the room of the cache": {
+        "k": torch.zeros(3, 13, KEY_HEADS, DIM), "v": torch.zeros(3, 13, KEY_HEADS, DIM), "cache_seqlens": 0
+    },
+    "cache_seqlens: got 13 at index 2, expected 0 to 12, as the cache has room for 12 tokens": {
+        "cache_seqlens": LENGTHS + 4
+    },
     "k and v: got one of the two, expected both or none": {"k": TENSOR},
     "cache_seqlens: got None, expected the lengths before k and v are appended": {"k": TENSOR, "v": TENSOR},
     "cache_seqlens: got [3, 4], expected a tensor or one number": {"cache_seqlens": [3, 4]},
     "rotary_cos and rotary_sin: got one of the two, expected both or none": {"rotary_cos": torch.ones(9, 4)},
-    "k: got shape (3, 1, 1, 16), expected (3, 1, 2, 16), as of the cache": {
+    f"k: got shape (3, 1, 1, 16), expected (3, 1, 2, 16): {OF_K}": {
         "k": TENSOR[:, :, :1], "v": TENSOR, "cache_seqlens": 3
     },
-    "k: got shape (1, 1, 2, 16), expected (3, 1, 2, 16), as of the cache": {
+    f"k: got shape (1, 1, 2, 16), expected (3, 1, 2, 16): {OF_K}": {
         "k": TENSOR[:1], "v": TENSOR, "cache_seqlens": 3
     },
-    "v: got shape (3, 1, 2, 16), expected (3, 2, 2, 16), as of the cache": {
+    f"v: got shape (3, 1, 2, 16), expected (3, 2, 2, 16): {OF_V}": {
         "k": torch.zeros(3, 2, KEY_HEADS, DIM), "v": TENSOR, "cache_seqlens": 3
     },
     f"{TABLES} (9, 4) and (9, 4), {OF_ROTARY}": rotary(9, 4),
@@ -351,6 +378,9 @@ def ints(*numbers):
 
 
 OF_BATCH = "expected int32 of shape (3,) on cpu"
+OF_ROOM = "as the cache has room for 12 tokens, 1 of them new"
+OF_ROW = "as a row of block_table (3, {}) has room for 12 tokens, 1 of them new"
+TABLES_ELSEWHERE = {"rotary_cos": torch.ones(12, 4), "rotary_sin": torch.ones(12, 4, device="meta")}
 REFUSED = {
     "window_size: got (-2, 0), expected (left, right), integers of -1 or more": {"window_size": (-2, 0)},
     "softcap: got nan, expected 0 for none, or a number above 0 that float32 can hold": {"softcap": math.nan},
@@ -363,8 +393,8 @@ REFUSED = {
     "heads: got 3 for q and 2 for k_cache, expected a multiple of k_cache's": {
         "q": torch.randn(BATCH, 1, 3, DIM)
     },
-    "cache_seqlens: got -1, expected 0 or more": {"cache_seqlens": ints(5, -1, 0)},
-    "cache_seqlens: got -3, expected 0 or more": {"cache_seqlens": -3},
+    f"cache_seqlens: got -1 at index 1, expected 0 to 11, {OF_ROOM}": {"cache_seqlens": ints(5, -1, -2)},
+    f"cache_seqlens: got -3, expected 0 to 11, {OF_ROOM}": {"cache_seqlens": -3},
     f"cache_seqlens: got torch.int32 of shape (1,) on cpu, {OF_BATCH}": {"cache_seqlens": ints(5)},
     f"cache_seqlens: got torch.float32 of shape (3,) on cpu, {OF_BATCH}": {"cache_seqlens": torch.ones(3)},
     f"cache_batch_idx: got torch.float32 of shape (3,) on cpu, {OF_BATCH}": {
@@ -378,7 +408,27 @@ REFUSED = {
     f"cache_leftpad: got 2, expected a tensor, {OF_BATCH.removeprefix('expected ')}": {"cache_leftpad": 2},
     "cache_leftpad: got 5 at index 0, expected 0 to 4": {"cache_leftpad": ints(5, 0, 0)},
     "block_table[1]: got -1 at index 0, expected 0 to 2": {"block_table": ints(0, -1, 2)[:, None]},
-    "cache_seqlens: got 12 and 1 new tokens, expected at most 12, the room of a row of block_table, (3, 1)": {
+    "block_table: got torch.sparse_coo, expected torch.strided": {
+        "block_table": ints(0, 1, 2)[:, None].to_sparse()
+    },
+    "cache_seqlens: got torch.sparse_coo, expected torch.strided": {
+        "cache_seqlens": ints(0, 1, 2).to_sparse()
+    },
+    "cache_batch_idx: got torch.sparse_coo, expected torch.strided": {
+        "cache_batch_idx": ints(0, 1, 2).to_sparse()
+    },
+    "cache_leftpad: got torch.sparse_coo, expected torch.strided": {
+        "cache_leftpad": ints(0, 1, 2).to_sparse()
+    },
+    "k: got torch.sparse_coo, expected torch.strided": {"k": TENSOR.to_sparse()},
+    "device: got q meta, k_cache cpu, v_cache cpu, expected one device": {
+        "q": torch.zeros(BATCH, 1, HEADS, DIM, device="meta"), "cache_seqlens": LENGTHS
+    },
+    "rotary_cos and rotary_sin: got tensors on cpu and meta, expected cpu, where q is": TABLES_ELSEWHERE,
+    "rotary_cos and rotary_sin: got position 12 of sequence 2, expected 0 to 11": rotary(12, 4) | {
+        "q": torch.zeros(BATCH, 4, HEADS, DIM), "cache_seqlens": LENGTHS, "causal": True
+    },
+    f"cache_seqlens: got 12, expected 0 to 11, {OF_ROW.format(1)}": {
         "block_table": ints(0, 1, 2)[:, None], "cache_seqlens": 12
     },
 }  # fmt: skip
@@ -634,7 +684,7 @@ def test_steps_over_pages_are_repeated_without_python(in_python, ran, name, new)
 PAGED = {
     "block_table[1]: got 12 at index 1, expected 0 to 10": ([[0, 1, 2], [3, 12, 5], [6, 7, 8]], (1, 4, 1)),
     "block_table[1]: got -1 at index 0, expected 0 to 10": ([[0, 1, 2], [-1, 4, 5], [6, 7, 8]], (1, 0, 1)),
-    "cache_seqlens: got 12 and 1 new tokens, expected at most 12, the room of a row of block_table, (3, 3)": (
+    f"cache_seqlens: got 12 at index 1, expected 0 to 11, {OF_ROW.format(3)}": (
         [[0, 1, 2], [3, 4, 5], [6, 7, 8]], (1, 12, 1)
     ),
 }  # fmt: skip
@@ -699,16 +749,12 @@ def known(**options):
 
 
 AFTERWARDS = {
-    "cache_seqlens: got -1, expected 0 or more": {"cache_seqlens": ints(5, -1, 0)},
-    "cache_seqlens: got 12 and 1 new tokens, expected at most 12, the room of the cache": {
-        "cache_seqlens": ints(5, 12, 0)
-    },
-    "cache_seqlens: got -3, expected 0 or more": {"cache_seqlens": -3},
+    f"cache_seqlens: got -1 at index 1, expected 0 to 11, {OF_ROOM}": {"cache_seqlens": ints(5, -1, -2)},
+    f"cache_seqlens: got 12 at index 1, expected 0 to 11, {OF_ROOM}": {"cache_seqlens": ints(5, 12, 0)},
+    f"cache_seqlens: got -3, expected 0 to 11, {OF_ROOM}": {"cache_seqlens": -3},
     f"cache_seqlens: got torch.int32 of shape (2,) on cpu, {OF_BATCH}": {"cache_seqlens": ints(5, 3)},
-    "k: got shape (3, 1, 1, 16), expected (3, 1, 2, 16), as of the cache": {"k": TENSOR[:, :, :1]},
-    "v: got shape (3, 2, 2, 16), expected (3, 1, 2, 16), as of the cache": {
-        "v": torch.zeros(3, 2, KEY_HEADS, DIM)
-    },
+    f"k: got shape (3, 1, 1, 16), expected (3, 1, 2, 16): {OF_K}": {"k": TENSOR[:, :, :1]},
+    f"v: got shape (3, 2, 2, 16), expected (3, 1, 2, 16): {OF_V}": {"v": torch.zeros(3, 2, KEY_HEADS, DIM)},
     "k and v: got one of the two, expected both or none": {"v": None},
     "v: got torch.float64 on cpu, expected torch.float32, as of the cache, on cpu": {"v": TENSOR.double()},
     "window_size: got (-2, 0), expected (left, right), integers of -1 or more": {"window_size": (-2, 0)},

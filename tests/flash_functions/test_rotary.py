@@ -67,8 +67,9 @@ def test_in_place_the_tensor_itself_is_returned():
 
 
 WRONG = {
-    "cos and sin: got position 22, expected 0 to 19": {"seqlen_offsets": 18},
-    "cos and sin: got position -1, expected 0 to 19": {"seqlen_offsets": -1},
+    "cos and sin: got position 22 of sequence 0, expected 0 to 19": {"seqlen_offsets": 18},
+    "cos and sin: got position -1 of sequence 0, expected 0 to 19": {"seqlen_offsets": -1},
+    "cos and sin: got position 20 of sequence 1, expected 0 to 19": {"seqlen_offsets": torch.tensor([0, 16])},
     "seqlen_offsets: got torch.int64 of shape (3,), expected integers of shape (2,)": {
         "seqlen_offsets": torch.zeros(3, dtype=torch.int64)
     },
@@ -87,6 +88,22 @@ def test_what_is_wrong_is_refused(message):
     with pytest.raises(InvalidInputError) as error:
         apply_rotary_emb(torch.randn(2, 5, 2, 8), *tables(), **WRONG[message])
     assert str(error.value) == message
+
+
+def test_a_position_of_packed_tokens_names_its_sequence():
+    offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    with pytest.raises(InvalidInputError) as error:
+        apply_rotary_emb(
+            torch.randn(9, 2, 8), *tables(), cu_seqlens=offsets, seqlen_offsets=torch.tensor([1, 0, 17])
+        )
+    assert str(error.value) == "cos and sin: got position 20 of sequence 2, expected 0 to 19"
+
+
+def test_tables_on_another_device_are_refused():
+    (cos, sin), x = tables(), torch.randn(2, 5, 2, 8)
+    with pytest.raises(InvalidInputError) as error:
+        apply_rotary_emb(x, cos, sin.to("meta"))
+    assert str(error.value) == "cos and sin: got tensors on cpu and meta, expected cpu, where x is"
 
 
 @pytest.mark.parametrize("first", [-1, POSITIONS - 4])

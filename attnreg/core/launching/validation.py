@@ -12,7 +12,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +38,8 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         InvalidInputError: an argument doesn't fit.
     """
     tensors = {"query": query, "key": key, "value": value}
-    for what in ("dtype", "device"):
-        if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
-            got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())
-            raise _wrong(what, got, f"one {what}")
+    check_same("dtype", **tensors)
+    check_same("device", **tensors)
     check_layouts(**tensors)
     if not query.dtype.is_floating_point:
         raise _wrong("dtype", str(query.dtype), "a floating-point dtype")
@@ -73,6 +71,14 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         _check_varlen(query, call)
     elif query.shape[0] != key.shape[0]:
         raise _wrong("batch", f"{query.shape[0]} for query and {key.shape[0]} for key", "equal ones")
+
+
+def check_same(what: Literal["dtype", "device"], **tensors: Tensor) -> None:
+    """Check that tensors of any shape have one dtype, or are on one device."""
+    first, *others = (getattr(tensor, what) for tensor in tensors.values())
+    if any(other != first for other in others):
+        got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())
+        raise _wrong(what, got, f"one {what}")
 
 
 def check_layouts(**tensors: object) -> None:
