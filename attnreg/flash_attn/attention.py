@@ -31,7 +31,7 @@ from attnreg.core.torchlib.modes import autocast, in_memory, is_plain
 from attnreg.core.varlen import autograd, spread
 from attnreg.core.varlen.front import AuxRequest, varlen_attn
 from attnreg.core.varlen.plans import call_of, check_tensors, check_untraced, window
-from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,13 +61,18 @@ class Planned(NamedTuple):
 def naming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that replaces inner names of arguments by `names` in a function's errors.
 
+    An argument that the function doesn't have is a TypeError with the name that was probably meant.
+
     Two kinds of errors keep the contract's names: the refusal of a call that no backend can run, as in
     `explain`, and errors of the op that compiled code calls.
     """
     # "The key's heads" are "k's heads".
-    word = re.compile(rf"\b(?:the )?({'|'.join(names)})\b")
+    word = re.compile(rf"\b(?:the )?({'|'.join(names) or '(?!)'})\b")
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+
         @functools.wraps(function)
         def named(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
@@ -75,12 +80,26 @@ def naming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except InvalidInputError as error:
                 error.args = (word.sub(lambda match: names[match[1]], str(error)),)
                 raise
+            except TypeError:
+                # Looked at only now, so that calls don't pay for it.
+                unknown = [] if takes_any else [name for name in kwargs if name not in signature.parameters]
+                if not unknown:
+                    raise
+                known = list(signature.parameters)
+                raise _unknown_argument(function.__name__, unknown[0], known, names) from None
 
         # For what doesn't follow `__wrapped__`: programs ask inspect.getfullargspec for the parameters.
-        vars(named)["__signature__"] = inspect.signature(function)
+        vars(named)["__signature__"] = signature
         return named
 
     return decorated
+
+
+def _unknown_argument(function: str, name: str, known: list[str], names: dict[str, str]) -> TypeError:
+    """Return the error of a keyword argument that a function doesn't have; `names` are as in `naming`."""
+    meant = names.get(name)
+    hint = f"; did you mean {meant!r}?" if meant in known else did_you_mean(name, known)
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 class Options(NamedTuple):

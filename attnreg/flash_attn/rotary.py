@@ -11,8 +11,10 @@ from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import is_plain
 from attnreg.core.varlen.plans import check_tensors
 from attnreg.errors import InvalidInputError
+from attnreg.flash_attn.attention import naming
 
 
+@naming({})
 def apply_rotary_emb(
     x: Tensor,
     cos: Tensor,
@@ -79,6 +81,7 @@ def apply_rotary_emb(
     return x.copy_(out) if inplace else out
 
 
+@naming({})
 @torch.no_grad()
 def apply_rotary(
     x: Tensor,

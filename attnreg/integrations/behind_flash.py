@@ -69,7 +69,7 @@ is_flash_attn_2_available._dynamo_marked_constant = True  # type: ignore[attr-de
 
 # Names of functions and arguments are the package flash-attn's. `s_aux` is transformers' name of sinks;
 # transformers silently drops sinks if a function has no such argument.
-@flash.naming(flash.OF_PACKED)
+@flash.naming(flash.OF_PACKED | {"sinks": "s_aux"})
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

@@ -7,6 +7,7 @@ import torch
 from support.packed_calls import offsets
 
 from attnreg import InvalidInputError, flash_attn
+from attnreg.flash_attn import attention, directions, rotary
 from attnreg.integrations import behind_flash
 
 DENSE, PACKED = torch.randn(2, 5, 4, 16), torch.randn(10, 4, 16)
@@ -91,3 +92,55 @@ def test_options():
     assert refusal(flash_attn.flash_attn_qkvpacked_func, qkv, causal="no") == (
         "causal: got 'no', expected True or False"
     )
+
+
+MISSPELT = [
+    (flash_attn.flash_attn_with_kvcache, "cache_seqlen", "cache_seqlens"),
+    (flash_attn.flash_attn_with_kvcache, "softmax_scal", "softmax_scale"),
+    (flash_attn.flash_attn_with_kvcache, "seqused_k", "cache_seqlens"),
+    (flash_attn.flash_attn_func, "dropout", "dropout_p"),
+    (flash_attn.flash_attn_func, "is_causal", "causal"),
+    (flash_attn.flash_attn_func, "scale", "softmax_scale"),
+    (flash_attn.flash_attn_qkvpacked_func, "window", "window_size"),
+    (flash_attn.flash_attn_kvpacked_func, "k", "kv"),
+    (flash_attn.flash_attn_varlen_func, "cu_seq_q", "cu_seqlens_q"),
+    (flash_attn.flash_attn_varlen_qkvpacked_func, "max_seqlen_q", "max_seqlen"),
+    (flash_attn.flash_attn_varlen_kvpacked_func, "Causal", "causal"),
+    (behind_flash.flash_attn_varlen_func, "sinks", "s_aux"),
+    (directions.flash_attn_forward, "return_softmaxx", "return_softmax"),
+    (directions.flash_attn_varlen_backward, "lse", "softmax_lse"),
+    (rotary.apply_rotary_emb, "seqlen_offset", "seqlen_offsets"),
+    (rotary.apply_rotary, "conjugated", "conjugate"),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "meant"), MISSPELT)
+def test_a_misspelt_argument_is_an_error_with_the_name_that_was_meant(function, name, meant):
+    with pytest.raises(TypeError) as error:
+        function(DENSE, **{name: None})
+    found = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+    assert str(error.value) == f"{found}; did you mean {meant!r}?"
+
+
+def test_other_errors_of_a_call_are_pythons_own():
+    with pytest.raises(TypeError, match=r"^flash_attn_func\(\) missing 1 required positional argument: 'v'$"):
+        flash_attn.flash_attn_func(DENSE, k=DENSE)
+    with pytest.raises(TypeError, match=r"^flash_attn_func\(\) got an unexpected keyword argument 'xyz'$"):
+        flash_attn.flash_attn_func(DENSE, DENSE, DENSE, xyz=1)
+
+    @attention.naming({"key": "k"})
+    def layer(k, **others):
+        raise TypeError(f"of the layer: {sorted(others)}")
+
+    with pytest.raises(TypeError, match=r"^of the layer: \['key'\]$"):
+        layer(DENSE, key=1)
+
+
+def test_compiled_a_misspelt_argument_is_named_as_well():
+    torch._dynamo.reset()
+    step = torch.compile(flash_attn.flash_attn_func, backend="eager")
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'softmax_scal'; did you mean 'softmax_sca"
+    ):
+        step(DENSE, DENSE, DENSE, softmax_scal=1.0)
+    torch._dynamo.reset()
