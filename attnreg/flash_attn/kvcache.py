@@ -64,6 +64,7 @@ def flash_attn_with_kvcache(
     """Append keys and values to a cache, in place, and compute attention over the cache.
 
     For inference: nothing has a gradient. A call that is refused before a kernel runs has written nothing.
+    Tensors of int64 in the place of int32 are converted, in Python at each call.
 
     On a GPU the numbers in `cache_seqlens`, `cache_batch_idx`, `cache_leftpad` and `block_table` aren't
     checked, because a check would wait for the GPU. A number below 0, or beyond the cache, is then an error

@@ -788,6 +788,31 @@ def test_writes_of_a_repeated_step_are_counted(in_python):
     assert torch.is_grad_enabled()
 
 
+INT64 = {
+    "cache_seqlens": {"cache_seqlens": LENGTHS},
+    "cache_batch_idx": {"cache_batch_idx": ints(2, 0, 1)},
+    "cache_leftpad": {"cache_leftpad": ints(1, 0, 2)},
+    "block_table": {"block_table": ints(2, 0, 1)[:, None]},
+}
+
+
+@pytest.mark.parametrize("name", INT64)
+def test_a_step_with_int64_is_the_same_and_runs_in_python_each_time(in_python, name):
+    q, caches = torch.randn(BATCH, 1, HEADS, DIM), [x.clone() for x in cache()]
+    given = {"cache_seqlens": 3} | INT64[name]
+    found = []
+
+    def step(given):
+        found.append(flash_attn_with_kvcache(q, *caches, TENSOR + 1, TENSOR + 2, **given))
+
+    for _ in range(3):
+        step(given)
+    assert in_python(lambda: step(given)) == (name == "cache_leftpad")  # that is left to Python in any dtype
+    wide = given | {name: given[name].long()}
+    assert [in_python(lambda: step(wide)) for _ in range(3)] == [1] * 3
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
 def test_new_rows_that_lie_in_the_cache_itself_and_a_cache_whose_rows_overlap_are_left_to_torch(in_python):
     q, caches = known()
     own = [x[:, :1] for x in caches]
