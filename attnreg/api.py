@@ -405,9 +405,11 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     serves = backend.devices if backend is not None else ()
     if devices is None:
         return serves
-    several = (devices,) if isinstance(devices, str | torch.device) else devices
-    if not isinstance(several, Iterable):
-        raise RegistrationError(f"devices: got {devices!r}, expected kinds of devices ('cuda', 'sm_90')")
+    several = (devices,) if isinstance(devices, str | bytes | torch.device) else devices
+    several = tuple(several) if isinstance(several, Iterable) else (several,)
+    for device in several:
+        if not isinstance(device, str | torch.device | Device) or not str(device).strip():
+            raise RegistrationError(f"devices: got {device!r}, expected kinds of devices ('cuda', 'sm_90')")
     named = tuple(Device.parse(str(device)) for device in several)
     single = sorted(str(device) for device in named if device.index is not None)
     if single:
@@ -417,7 +419,7 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
         )
     foreign = sorted({device.type for device in named} - set(serves))
     if (foreign or not named) and backend is not None:
-        near = device_meant(foreign[0], ()) if foreign else ""
+        near = device_meant(foreign[0], (), serves) if foreign else ""
         raise RegistrationError(
             f"devices: got {', '.join(first_ten(foreign)) or 'none'}, expected some of those that "
             f"{entry.name} supports: {', '.join(serves)}{near}"

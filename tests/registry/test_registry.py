@@ -63,6 +63,7 @@ def test_a_backend_is_preferred_only_on_the_devices_it_was_registered_for(fake, 
         assert sdpa() == "mine"
 
 
+KINDS = "expected kinds of devices ('cuda', 'sm_90')"
 SOME = "expected some of those that mine supports: cpu, xpu"
 
 
@@ -78,7 +79,12 @@ SOME = "expected some of those that mine supports: cpu, xpu"
             RegistrationError,
             "devices: got xpu:1, expected a kind of device ('cuda', 'sm_90'), not a single one",
         ),
-        (3, RegistrationError, "devices: got 3, expected kinds of devices ('cuda', 'sm_90')"),
+        (3, RegistrationError, f"devices: got 3, {KINDS}"),
+        ("", RegistrationError, f"devices: got '', {KINDS}"),
+        (b"cpu", RegistrationError, f"devices: got b'cpu', {KINDS}"),
+        (["cpu", None], RegistrationError, f"devices: got None, {KINDS}"),
+        ("gpu", RegistrationError, f"devices: got gpu, {SOME}"),
+        ("hopper", RegistrationError, f"devices: got hopper, {SOME}"),
         ("gpu 0", InvalidInputError, "device: got 'gpu 0', expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"),
     ],
 )
@@ -92,6 +98,17 @@ def test_devices_that_it_cannot_serve_are_refused_and_nothing_changes(
         attnreg.register_backend("mine", devices=devices)
     assert str(error.value) == message
     assert everything() == before
+
+
+@pytest.mark.parametrize(("devices", "meant"), [("gpu", "cuda"), ("hopper", "sm_90")])
+def test_another_name_of_a_device_that_it_serves_is_suggested(fake, devices, meant):
+    mine = fake("mine", devices=("cpu", "cuda")).backend
+    with pytest.raises(RegistrationError) as error:
+        attnreg.register_backend(mine, devices=devices)
+    assert str(error.value) == (
+        f"devices: got {devices}, expected some of those that mine supports: cpu, cuda; "
+        f"did you mean '{meant}'?"
+    )
 
 
 def test_registering_a_disabled_backend_warns_that_it_will_not_run(monkeypatch, fake, known, caplog):

@@ -211,11 +211,15 @@ def test_every_problem_of_a_file_is_listed_in_the_order_of_its_lines(write):
     ]
 
 
+GIVEN = "expected the path of a settings file, Settings, or a mapping such as {'policy': 'adaptive'}"
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (42, "configure(...): got 42, expected Settings or a mapping of its fields"),
-        (None, "configure(...): got None, expected Settings or a mapping of its fields"),
+        (42, f"configure(...): got 42, {GIVEN}"),
+        (None, f"configure(...): got None, {GIVEN}"),
+        (b"adaptive", f"configure(...): got b'adaptive', {GIVEN}"),
         ({1: 2}, "configure(...): [1]: got 1, expected the name of a setting"),
         ({"disabled": {"FA2"}}, "configure(...): disabled: got {'FA2'}, expected a list of names"),
         ({"disabled": [b"FA2"]}, "configure(...): disabled[0]: got b'FA2', expected a string"),
@@ -385,3 +389,32 @@ def test_the_default_file_spells_out_the_defaults_and_mentions_every_setting():
     assert load(DEFAULT).settings == Settings()
     text = DEFAULT.read_text(encoding="utf-8")
     assert all(re.search(rf"^#?\[?{field}\b", text, re.MULTILINE) for field in Settings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("adaptive", "; for this setting write attnreg.configure({'policy': 'adaptive'})"),
+        ("Adaptve", "; for this setting write attnreg.configure({'policy': 'adaptive'})"),
+        ("recognise", "; for this setting write attnreg.configure({'masks': 'recognise'})"),
+        (
+            "off",
+            "; for this setting write attnreg.configure({'build': 'off'}) or "
+            "attnreg.configure({'transformers': 'off'})",
+        ),
+        ("strict", "; for this setting write attnreg.configure({'strict': ...})"),
+        ("policy = 'adaptive'", "; for this setting write attnreg.configure({'policy': ...})"),
+        ("fa2", "; for this backend write attnreg.register_backend('FA2')"),
+        ("adaptive.toml", ""),
+        ("nowhere/adaptive", ""),
+    ],
+)
+def test_a_setting_in_place_of_a_path_is_an_error_that_says_what_to_write(tmp_path, monkeypatch, given, hint):
+    monkeypatch.chdir(tmp_path)
+    assert refusal(attnreg.configure, given) == (
+        f"{tmp_path / given}: can't be read (no such file or directory), "
+        f"expected a settings file in TOML{hint}"
+    )
+    (tmp_path / given).parent.mkdir(exist_ok=True)
+    (tmp_path / given).write_text("log_level = 'loud'", encoding="utf-8")
+    assert refusal(attnreg.configure, given).startswith(f"{tmp_path / given}:1: log_level: got 'loud'")

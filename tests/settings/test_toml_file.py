@@ -183,8 +183,15 @@ def test_a_tilde_is_the_home_folder_and_refused_without_one(tmp_path, monkeypatc
         (b"\xff\xfea\0", ":1: got byte 0xff, expected UTF-8 text"),
         (b"a = 1\n# gr\xfcn\n", ":2: got byte 0xfc, expected UTF-8 text"),
         ("# grün\r\nb = 'ü".encode() + b"\xe9'", ":2: got byte 0xe9, expected UTF-8 text"),
-        (b"a = 1\nb = \n", ":2: not TOML: invalid value"),
-        (b"\xef\xbb\xbfa = 1\r\n\r\nb = yes\r\n", ":3: not TOML: invalid value"),
+        (b"a = 1\nb = \n", ":2: not TOML: got nothing, expected a value"),
+        (b"a =", ":1: not TOML: got nothing, expected a value, at the end"),
+        (b"a = # why", ":1: not TOML: got nothing, expected a value"),
+        (b"a = == 1", ":1: not TOML: invalid value"),
+        (b"a: 1", ":1: not TOML: expected '=' after a key in a key/value pair"),
+        (b"[a\n", ":1: not TOML: expected ']' at the end of a table declaration"),
+        (b"a = 'x' 'y'", ":1: not TOML: expected newline or end of document after a statement"),
+        (b"a = true false", ":1: not TOML: expected newline or end of document after a statement"),
+        (b"a = 'x\ny'", ":1: not TOML: found invalid character"),
         (b"a = [1,\n2\n", ":2: not TOML: unclosed array, at the end"),
         (b"[t]\n[t]\n", ":2: not TOML: cannot declare ('t',) twice"),
         (b"a = " + 5000 * b"[", ": got TOML that is nested too deeply, expected a settings file"),
@@ -198,3 +205,43 @@ def test_a_file_that_is_not_toml_is_refused_with_its_line(tmp_path, raw, place_a
     # Python may add to its own message on recursion what it was doing then.
     assert str(error.value).startswith(f"{file}{place_and_reason}")
     assert error.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "got", "plain"),
+    [
+        ("backend = FA2", 1, "FA2", "FA2"),
+        ("\ufeffa = 1\r\n\r\nb = yes # why\r\n", 3, "yes", "yes"),
+        # tomllib reads a number and stops behind it.
+        ("log_level = info", 1, "info", "info"),
+        ("tuned = 4090.json", 1, "4090.json", "4090.json"),
+        ("[devices.cuda]\norder = ['FA2',\n  info]", 3, "info", "info"),
+        ("modules = {'*' = nano}", 1, "nano", "nano"),
+        ("disabled = [\n 'FA2',\n flex]", 3, "flex", "flex"),
+        ("lock = ~/a/b.lock", 1, "~/a/b.lock", "~/a/b.lock"),
+        ("modules = {'*' = math}", 1, "math", "math"),
+        ("policy = fast path", 1, "fast", "fast"),
+    ],
+)
+def test_a_string_without_quotes_is_shown_with_quotes(tmp_path, text, line, got, plain):
+    file = tmp_path / "attnreg.toml"
+    file.write_text(text, encoding="utf-8", newline="")
+    assert refusal(read, file) == (
+        f'{file}:{line}: not TOML: got {got}, expected a value; a string needs quotes: "{plain}"'
+    )
+
+
+def test_quotes_of_a_text_processor_and_names_of_python_are_shown_as_toml_has_them(tmp_path):
+    file = tmp_path / "attnreg.toml"
+    file.write_text("policy = \u201cadaptive\u201d", encoding="utf-8")
+    assert refusal(read, file) == (
+        f"{file}:1: not TOML: got \u201cadaptive\u201d, expected a value; a string needs straight quotes: "
+        '"adaptive"'
+    )
+    file.write_text("strict = True", encoding="utf-8")
+    assert refusal(read, file) == f"{file}:1: not TOML: got True, expected true, in lower case"
+
+
+@pytest.mark.parametrize("path", ["", "  "])
+def test_an_empty_path_is_no_file(path):
+    assert refusal(read, path) == f"settings file: got {path!r}, expected the path of a file in TOML"

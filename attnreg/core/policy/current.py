@@ -42,7 +42,7 @@ from attnreg.core.selection.decision import Policy, Preference
 from attnreg.core.times.adaptive import AdaptiveTimes
 from attnreg.core.times.tables import NamedTables
 from attnreg.core.torchlib import building, captured
-from attnreg.errors import AttnregError, BuildError
+from attnreg.errors import AttnregError, BuildError, ConfigError
 
 if TYPE_CHECKING:
     from attnreg.core.settings.config import Settings
@@ -187,12 +187,28 @@ def watch(more: int) -> None:
 def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> Sources:
     """Return the settings in force with a new file, or new settings of the program; raises `ConfigError`."""
     if isinstance(path_or_settings, str | os.PathLike):
-        return checked(replace(sources(), file=load_settings(path_or_settings)))
+        try:
+            file = load_settings(path_or_settings)
+        except ConfigError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            raise ConfigError(f"{error}{_meant_by(os.fspath(path_or_settings))}") from error.__cause__
+        return checked(replace(sources(), file=file))
     # Importing pydantic takes 0.1 s, and most programs need no settings file.
     from attnreg.core.settings import config
 
     program = config.LoadedSettings(config.settings_from(path_or_settings))
     return checked(replace(sources(), program=program))
+
+
+def _meant_by(path: str) -> str:
+    """Return what to write in place of a path of no file, if that is a setting or a backend."""
+    from attnreg.core.settings import config
+
+    names = {name.casefold(): entry.name for name, entry in registry.entries().items()}
+    if backend := names.get(path.strip().casefold()):
+        return f"; for this backend write attnreg.register_backend({backend!r})"
+    return config.written_as_settings(path)
 
 
 def reread(needs_record: bool = True) -> Sources:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -288,8 +288,23 @@ def load(path: str | os.PathLike[str]) -> LoadedSettings:
 def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
     """Return the settings that a program passes to `configure`, checked as `load` does."""
     if not isinstance(value, Settings | Mapping):
-        raise ConfigError(f"configure(...): got {value!r}, expected Settings or a mapping of its fields")
+        expected = "the path of a settings file, Settings, or a mapping such as {'policy': 'adaptive'}"
+        raise ConfigError(f"configure(...): got {short_repr(value)}, expected {expected}")
     return _validated(value, Origin())
+
+
+def written_as_settings(text: str) -> str:
+    """Return what to write for settings that were given in place of a file's path; empty if none is near."""
+    key = text.partition("=")[0].strip()
+    if key in Settings.model_fields:
+        return f"; for this setting write attnreg.configure({{{key!r}: ...}})"
+    keys: dict[str, list[str]] = {}
+    for name, about in Settings.model_fields.items():
+        for value in get_args(about.annotation) if get_origin(about.annotation) is Literal else ():
+            keys.setdefault(value, []).append(name)
+    meant = nearest(text.strip(), keys, likeness=0.8)
+    calls = [f"attnreg.configure({{{name!r}: {meant!r}}})" for name in keys.get(meant, ())]
+    return f"; for this setting write {' or '.join(calls)}" if calls else ""
 
 
 def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:

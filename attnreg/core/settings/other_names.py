@@ -48,8 +48,13 @@ def backend_meant(name: str, known: Collection[str]) -> str:
     return did_you_mean(name, known)
 
 
-def device_meant(name: str, known: Collection[str]) -> str:
-    """Return `"; did you mean 'sm_90'?"` for what else people call a device, or an empty string."""
+def device_meant(name: str, known: Collection[str], types: Collection[str] | None = None) -> str:
+    """Return `"; did you mean 'sm_90'?"` for what else people call a device, or an empty string.
+
+    Where only devices of some `types` will do, no other is suggested; "sm_90" is of the type "cuda".
+    """
     arch = re.fullmatch(r"sm[ _-]?([1-9]\d{1,2})[af]?", name[:100].casefold())
     meant = f"sm_{arch[1]}" if arch else _DEVICES.get(name[:100].casefold())
+    if meant and types is not None and ("cuda" if meant.startswith("sm_") else meant) not in types:
+        return ""
     return f"; did you mean '{meant}'?" if meant else did_you_mean(name, known)

@@ -65,6 +65,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
 
     Raises `ConfigError` if the file can't be read, isn't UTF-8 or isn't TOML.
     """
+    if not str(path).strip():
+        raise ConfigError(f"settings file: got {path!r}, expected the path of a file in TOML")
     file = Path(path)
     try:
         file = file.expanduser().absolute()
@@ -87,14 +89,47 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
 
 
 def _malformed(message: str, text: str, file: Path) -> str:
-    parts = re.fullmatch(r"(.+) \(at (?:line (\d+), column \d+|end of document)\)", message)
+    parts = re.fullmatch(r"(.+) \(at (?:line (\d+), column (\d+)|end of document)\)", message)
     if parts is None:
         return f"{file}: not TOML that can be read: {_inside_sentence(message)}"
-    reason = _inside_sentence(parts[1])
+    lines = text.split("\n")
+    at_end = parts[2] is None
+    reason = _about_value(
+        parts[1], "" if at_end else lines[int(parts[2]) - 1], 0 if at_end else int(parts[3]) - 1
+    )
+    reason = reason or _inside_sentence(parts[1])
     if parts[2] is None:
         last = text.rstrip().count("\n") + 1
         return f"{file}:{last}: not TOML: {reason}, at the end"
     return f"{file}:{parts[2]}: not TOML: {reason}"
+
+
+# What ends a value without quotes.
+_BARE = r"[^\s,=\[\]{}#\"']"
+
+
+def _about_value(message: str, line: str, at: int) -> str:
+    """Return what is wrong with a value that has no quotes, or isn't there; empty for another fault.
+
+    Args:
+        message: what tomllib says.
+        line: the line with the fault; empty at the end of a file.
+        at: where tomllib stopped. It takes the `inf` of `info` for a number, and stops behind it.
+    """
+    if not re.match("Invalid value|Expected newline|Unclosed (array|inline)", message):
+        return ""
+    rest = line[at:]
+    begun, ended = re.findall(rf"{_BARE}*$", line[:at])[0], re.findall(rf"^{_BARE}*", rest)[0]
+    if not begun and message != "Invalid value":
+        return ""
+    word = begun + ended
+    if not word:
+        return "got nothing, expected a value" if not rest.strip() or rest.lstrip()[0] == "#" else ""
+    if word.casefold() in ("true", "false"):
+        return f"got {word}, expected {word.casefold()}, in lower case" if word != word.casefold() else ""
+    plain = word.strip("\u201c\u201d\u2018\u2019`")
+    quotes = "quotes" if plain == word else "straight quotes"
+    return f'got {word}, expected a value; a string needs {quotes}: "{plain}"'
 
 
 def _inside_sentence(text: str) -> str:
