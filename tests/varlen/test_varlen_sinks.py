@@ -276,3 +276,26 @@ def test_sinks_that_do_not_fit_are_an_error(packed, ran, sinks, got):
     with pytest.raises(InvalidInputError, match=r"sinks: got \[1.0\], expected a tensor"):
         attnreg.varlen_attn(*packed(LENGTHS_Q, LENGTHS_K), sinks=[1.0])
     assert ran() == {}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "math"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_16_bit_output_is_rounded_once_more_where_the_kernel_does_not_count_the_sinks(backend, dtype):
+    tokens, half_step = 120, torch.finfo(dtype).eps / 2
+    query, key, value = (torch.randn(tokens, HEADS, 32).to(dtype) for _ in range(3))
+    offsets = integers(0, 50, tokens)
+    call = query, key, value, offsets, offsets, 70, 70
+    options = {"window_size": CAUSAL, "backend": backend}
+    plain, lse = attnreg.varlen_attn(*call, return_aux=LSE, **options)
+    out = attnreg.varlen_attn(*call, sinks=SINKS, **options)
+    share = (lse - SINKS[:, None]).sigmoid().mT[..., None]
+    assert torch.equal(out, (plain.float() * share).to(dtype))
+    wide = [x.double() for x in (query, key, value)]
+    none = torch.full((HEADS,), -torch.inf)
+    errors = [
+        (results.double() - by_the_formula(*wide, offsets, offsets, sinks, causal=True)[0]).abs()
+        for results, sinks in ((plain, none), (out, SINKS))
+    ]
+    # One rounding more; the rest is for the LSE's own.
+    assert (errors[1] <= share * errors[0] + half_step * out.double().abs() * 1.01 + 1e-6).all()
+    assert errors[1].square().mean() > 1.5 * (share * errors[0]).square().mean()

@@ -21,6 +21,7 @@ _ROWS, _ROWS_OF_GPU = 128, 8192
 def rescaled(out: Tensor, lse: Tensor, sinks: Tensor, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
     """Return a forward's results with sinks, (H,), counted; writes to `out`, which is the kernel's own.
 
+    A 16-bit output is rounded here a second time: the contract's kernels return it in the query's dtype.
     Rows that see no key stay as they are. `batch_invariant` says whether the bits of a sequence's results may
     not depend on its batch.
     """

@@ -127,7 +127,8 @@ def varlen_attn(
             before any mask, as in the package flash-attn and in Gemma 2; 0 for none.
         sinks: (H,), for each head the score of an additional key without a value, as in GPT-OSS. So the
             weights of a row's keys add up to less than 1. The LSE includes the sink, in rows that see a key.
-            Any backend runs such a call, and its backward.
+            Any backend runs such a call, and its backward. If its kernel doesn't count sinks, a 16-bit output
+            is rounded twice: by the kernel, and after it was multiplied by what the sink leaves.
         alibi_slopes: float32 (H,) or (B, H): each score is reduced by `slope` times the distance of query and
             key, aligned bottom-right (ALiBi). Slopes have no gradient.
         dropout_p: probability of dropping an attention weight; kept weights are multiplied by 1 / (1 -
