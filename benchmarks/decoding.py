@@ -1,10 +1,11 @@
 """A step of `flash_attn_with_kvcache` on each backend, by the size of the cache and how many heads share it.
 
-    python benchmarks/decoding.py [--backends FA4,FA2] [--rounds N] [--out FILE]
+    python benchmarks/decoding.py [--backends FA4,FA2] [--rounds N] [--by-index] [--out FILE]
 
 Caches are three quarters full, bfloat16, head dim 128. A step appends nothing. Each figure is the median of
 rounds in µs: of calls that follow each other, and of calls in a CUDA graph, where the host doesn't count.
-One step repeats. Outputs of all backends are compared with the first one's.
+One step repeats. Outputs of all backends are compared with the first one's. With `--by-index` a step has a
+`cache_batch_idx`, by which each cached sequence is a page.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SHAPES = [Shape(*x) for x in itertools.product(BATCHES, (1,), HEADS, ROOMS)] + [
 ]
 
 
-def step_of(shape: Shape, device: torch.device) -> Callable[[], Tensor]:
+def step_of(shape: Shape, device: torch.device, by_index: bool) -> Callable[[], Tensor]:
     """Return a step of decoding."""
     case = Case(
         name=str(shape), lens_q=(shape.queries,) * shape.batch, lens_k=(shape.room,) * shape.batch,
@@ -61,7 +62,9 @@ def step_of(shape: Shape, device: torch.device) -> Callable[[], Tensor]:
     )  # fmt: skip
     query, *caches = inputs(case, device, drawn_on=device)[:3]
     used = torch.full((shape.batch,), shape.room * 3 // 4, dtype=torch.int32, device=device)
-    return functools.partial(flash_attn_with_kvcache, query, *caches, cache_seqlens=used, causal=True)
+    places = torch.arange(shape.batch, dtype=torch.int32, device=device).flip(0) if by_index else None
+    step = functools.partial(flash_attn_with_kvcache, query, *caches, cache_batch_idx=places)
+    return functools.partial(step, cache_seqlens=used, causal=True)
 
 
 def graph_of(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
@@ -78,9 +81,11 @@ def graph_of(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def measure(shape: Shape, backends: list[str], rounds: int, device: torch.device) -> dict[str, Any]:
+def measure(
+    shape: Shape, backends: list[str], rounds: int, device: torch.device, by_index: bool
+) -> dict[str, Any]:
     """Return the microseconds of a step by backend, eager and in a graph, and why a backend has none."""
-    timer, step = timer_for(device), step_of(shape, device)
+    timer, step = timer_for(device), step_of(shape, device, by_index)
     result: dict[str, Any] = {"shape": shape._asdict(), "microseconds": {}, "failed": {}, "off": {}}
     clocks: dict[tuple[str, str], Callable[[], float]] = {}
     expected = None
@@ -114,11 +119,13 @@ def main() -> None:
     """Measure all shapes and print the table."""
     parser = parser_of(__doc__, rounds=5, devices=("cuda",))
     parser.add_argument("--backends", default="FA4,FA2", help="comma list")
+    parser.add_argument("--by-index", action="store_true", help="with a cache_batch_idx")
     options = parser.parse_args()
     show_machine()
     backends, results = options.backends.split(","), []
     for shape in SHAPES:
-        results.append(measure(shape, backends, options.rounds, torch.device(options.device)))
+        device = torch.device(options.device)
+        results.append(measure(shape, backends, options.rounds, device, options.by_index))
         save(options.out, results)
     cells = [
         (

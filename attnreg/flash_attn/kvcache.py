@@ -107,10 +107,13 @@ def flash_attn_with_kvcache(
     )
     step, table = (q, k_cache, v_cache, k, v, cache_seqlens, options, bool(return_softmax_lse)), block_table
     if is_simple and cache_batch_idx is not None:
-        check_in_memory(cache_batch_idx=cache_batch_idx)
         # Without a `block_table` a cached sequence is a page.
         is_simple = block_table is None and isinstance(cache_batch_idx, Tensor) and cache_batch_idx.dim() == 1
-        table = cache_batch_idx[:, None] if is_simple else None
+        try:
+            table = cache_batch_idx[:, None] if is_simple else None
+        except RuntimeError:  # torch 2.13 makes no view of a storage that was freed
+            check_in_memory(cache_batch_idx=cache_batch_idx)
+            raise
     if is_simple and (results := _run_compiled(*step, table)) is not None:
         return results
     return _run(*step, rotary, rotary_interleaved, places, num_splits or None, is_simple)
