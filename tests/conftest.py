@@ -349,12 +349,20 @@ def wanted_cpu_kernel(request):
         yield
 
 
+def others_are_installed(kind):
+    """Return whether a test before has left routers of the other kind: `ensure` keeps what is installed."""
+    return aten.installed() and call_cache._has_routers != (kind == "compiled")
+
+
 @pytest.fixture
 def compiled_routers(built_routers, monkeypatch):
     """Have the routers that are installed in a test use the compiled call cache."""
     monkeypatch.setattr(building, "built", lambda: built_routers)
     monkeypatch.setattr(call_cache, "_wanted", lambda: "compiled")
     call_cache.forget()
+    if others_are_installed("compiled"):
+        aten.restore()
+        aten.ensure()
     yield call_cache
     call_cache.forget()
 
@@ -370,6 +378,8 @@ def wanted_routers(request, monkeypatch):
         monkeypatch.setattr(call_cache, "_wanted", lambda: "python")
         monkeypatch.setattr(building, "built", lambda: None)
         call_cache.forget()
+        if others_are_installed("python"):
+            aten.restore()
 
 
 @pytest.fixture

@@ -112,3 +112,10 @@ def test_attnreg_routers_alone_asks_for_no_backend(monkeypatch):
     monkeypatch.setenv("ATTNREG_ROUTERS", "python")
     attnreg.reload()
     assert not policy.is_active()
+
+
+def test_a_test_of_what_is_compiled_gets_it_whatever_routers_a_test_before_has_left(python_routers, request):
+    aten.ensure()
+    assert captured.call_cache_in_use is False
+    request.getfixturevalue("compiled_routers")
+    assert captured.call_cache_in_use is True
