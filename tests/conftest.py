@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import lock_order, references
-from support.chosen_cases import are_pairwise
+from support.chosen_cases import are_pairwise, have_each_value
 from support.fake_cudnn import select_by
 from support.options import NUMBERS
 
@@ -139,7 +139,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items):
-    """Make combinations of a `pairwise` test slow but for those in which any two of its values meet.
+    """Make combinations slow that `pairwise` or `each_value` doesn't leave to the fast tier.
 
     Each test marked gpu, and no other, begins with `gpu_is_there`: a fixture more takes time in every test.
     """
@@ -147,12 +147,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.fixturenames.insert(0, "gpu_is_there")
-        marker = item.get_closest_marker("pairwise")
-        if marker and item.get_closest_marker("slow") is None:
-            groups.setdefault((item.nodeid.partition("[")[0], marker.args), []).append(item)
-    for (_, names), group in groups.items():
+        for name, stay in (("pairwise", are_pairwise), ("each_value", have_each_value)):
+            marker = item.get_closest_marker(name)
+            if marker and item.get_closest_marker("slow") is None:
+                groups.setdefault((item.nodeid.partition("[")[0], marker.args, stay), []).append(item)
+    for (_, names, stay), group in groups.items():
         rows = [[item.callspec.params[name] for name in names] for item in group]
-        for item, stays in zip(group, are_pairwise(rows), strict=True):
+        for item, stays in zip(group, stay(rows), strict=True):
             if not stays:
                 item.add_marker(pytest.mark.slow)
 

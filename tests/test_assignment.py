@@ -197,7 +197,10 @@ def test_a_pickled_model_loads_where_its_backend_does_not_and_raises_when_called
             loaded(torch.randn(1, 2, 5, 8))
 
 
-@pytest.mark.parametrize(("pattern", "reentrant"), [("*.self_attn", True), ("layers.?", False), ("", True)])
+@pytest.mark.parametrize(
+    ("pattern", "reentrant"),
+    [("*.self_attn", True), ("layers.?", False), pytest.param("", True, marks=pytest.mark.slow)],
+)
 def test_a_forward_that_a_checkpoint_repeats_gets_the_same_backend(ran, pattern, reentrant):
     model = Model(reentrant)
     with attnreg.assign(model, {pattern: "math"}):

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.command_line import in_a_process
-from support.processes import environment, forked
+from support.processes import WITHOUT_PACKAGES, environment, forked
 from support.sdpa import sdpa
 from torch.nn import attention
 
@@ -50,7 +50,7 @@ def run(*options, program=PROGRAM, anew=True, **variables):
     if anew:
         done = in_a_process(*options, "-c", program, env=environment(**variables))
     else:
-        done = forked(program, **variables)
+        done = forked(WITHOUT_PACKAGES + program, **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr.splitlines()
 

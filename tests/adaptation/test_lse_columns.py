@@ -67,6 +67,7 @@ def gradients(kernels, given):
     return kernels.backward(grad_out, *inputs, *kernels.forward(*inputs, call), call)
 
 
+@pytest.mark.each_value("dtype", "size", "of_out")
 @pytest.mark.parametrize("of_out", [1.0, 0.0], ids=["both", "of the LSE alone"])
 @pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0, 1e2, 1e4], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -165,6 +166,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.each_value("options", "dtype")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_layout_and_mask_is_right(flash_like, options, dtype):

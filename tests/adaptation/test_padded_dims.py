@@ -40,6 +40,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.each_value("options", "dims")
 @pytest.mark.parametrize("dims", [(59, 59), (64, 59), (43, 48)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_is_right(fake, options, dims):

@@ -32,6 +32,7 @@ def attend(inputs, offsets, cu_seqlens_k=None, **options):
     return F.scaled_dot_product_attention(*query, *rest, **options).transpose(1, 2).values()
 
 
+@pytest.mark.each_value("dtype", "causal", "named")
 @pytest.mark.parametrize("named", ["math", "cpu"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

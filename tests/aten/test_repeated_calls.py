@@ -60,6 +60,7 @@ def assert_alike(results, others, exact=True):
             truth.assert_near(one, other.double())
 
 
+@pytest.mark.each_value("causal", "native", "kind")
 @pytest.mark.parametrize("kind", SDPA)
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
@@ -249,6 +250,7 @@ def test_python_enters_nothing_of_a_kept_call_of_one_of_torchs_kernels(specializ
 ORDERS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)]
 
 
+@pytest.mark.each_value("launcher", "order")
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_every_launcher_gives_the_same_whatever_the_strides(specializing, ran, order, launcher):

@@ -94,8 +94,11 @@ def backends_of(run, x):
 
 # The slow ones' forms and ops are in the others, or in the tests below.
 PROGRAMS = (
-    masked, decorated, in_another, packed_in_another, by_argument, layer, under_autocast,
-    *(pytest.param(program, marks=pytest.mark.slow) for program in (block, made_outside, packed_block)),
+    masked, decorated, in_another, by_argument, layer, under_autocast,
+    *(
+        pytest.param(program, marks=pytest.mark.slow)
+        for program in (block, made_outside, packed_block, packed_in_another)
+    ),
 )  # fmt: skip
 
 

@@ -107,6 +107,7 @@ def test_rows_that_a_mask_hides_altogether_give_zeros():
     assert_right(got, inputs, bias=mask)
 
 
+@pytest.mark.each_value("scattering", "causal", "layout")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scattering", [False, True])
@@ -142,7 +143,7 @@ def test_a_scoped_forward_copies_the_lse_laid_out_as_torchs_own_with_the_choice(
             assert ran() == {"mine": (1, 1)}
 
 
-@pytest.mark.pairwise("either_cpu_kernel", "dtype", "lengths", "scale")
+@pytest.mark.each_value("either_cpu_kernel", "dtype", "lengths", "scale")
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1e-46])  # the last is 0 in float32
 @pytest.mark.parametrize("lengths", [(6, 6), (3, 6), (6, 3), (1, 6), (70, 70)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -65,6 +65,7 @@ def assert_right(kernels, q, k, v, grad, bias, window=(-1, -1), model=None):
         truth.assert_near(one, other, q.dtype)
 
 
+@pytest.mark.each_value("kernels", "shape")
 @pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
 def test_it_is_right_for_every_shape_that_broadcasts(kernels, shape, request):
     if "cuDNN" in request.node.name and (shape[-1] % 8 or shape == BIASES["of the keys"]):

@@ -55,7 +55,7 @@ GROUPINGS = {
 }
 
 
-@pytest.mark.pairwise("grouping", "window", "kernels", "dtype")
+@pytest.mark.each_value("grouping", "window", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (20, 5)])
 @pytest.mark.parametrize("grouping", GROUPINGS)
@@ -63,7 +63,7 @@ def test_packed_sequences_are_accurate(kernels, grouping, window, dtype):
     assert_accurate(kernels, ragged(GROUPINGS[grouping], window=window, dtype=dtype, tail=3, poison=True))
 
 
-@pytest.mark.pairwise("window", "kernels", "dtype")
+@pytest.mark.each_value("window", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("window", [(0, 0), (-1, 40), (130, -1)])
 def test_windows_with_one_bound_or_one_key_are_accurate(kernels, window, dtype):
@@ -76,7 +76,7 @@ def test_more_keys_than_a_block_has_are_accurate(kernels, dtype):
     assert_accurate(kernels, ragged((1025,), heads=(1, 1), dims=(16, 16), dtype=dtype))
 
 
-@pytest.mark.pairwise("seed", "kernels", "dtype")
+@pytest.mark.each_value("seed", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 10))]
@@ -102,7 +102,7 @@ def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, dtype)
         torch.testing.assert_close(grad_value, torch.full_like(grad_value, 0.5), rtol=2**-7, atol=0.0)
 
 
-@pytest.mark.pairwise("scale", "kernels", "dtype")
+@pytest.mark.each_value("scale", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("scale", [-0.5, -1e-3, 1e-3, 2.0, 0.0, -0.0])
 def test_any_scale_is_accurate(kernels, scale, dtype):
@@ -122,7 +122,7 @@ LARGE_SCORES = {
 }
 
 
-@pytest.mark.pairwise("case", "kernels", "dtype")
+@pytest.mark.each_value("case", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("case", LARGE_SCORES)
 def test_large_scores_are_as_exact_as_plain_operations(kernels, case, dtype):
@@ -151,7 +151,7 @@ def test_gradients_of_scores_add_up_to_zero_where_keys_are_few(kernels, window, 
     torch.testing.assert_close(grad_q, torch.zeros_like(grad_q), rtol=0.0, atol=1e-4)
 
 
-@pytest.mark.pairwise("scale", "kernels", "dtype")
+@pytest.mark.each_value("scale", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("scale", [1e-30, 1e-40, -1e-40, 1e-46, -1e-46])
 def test_scales_too_small_for_float32_leave_masks_as_they_are(kernels, scale, dtype):
@@ -159,6 +159,7 @@ def test_scales_too_small_for_float32_leave_masks_as_they_are(kernels, scale, dt
         assert_accurate(kernels, ragged((1, 16, 200), scale=scale, window=window, dtype=dtype))
 
 
+@pytest.mark.each_value("far", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**63 - 1])
 def test_windows_as_wide_as_integers_go_hide_nothing(kernels, far, dtype):
@@ -170,7 +171,7 @@ def test_windows_as_wide_as_integers_go_hide_nothing(kernels, far, dtype):
         assert_same(found, expected)
 
 
-@pytest.mark.pairwise("layout", "kernels", "dtype")
+@pytest.mark.each_value("layout", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize(
     "layout", ["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
@@ -186,6 +187,7 @@ def test_layouts_give_the_numbers_of_contiguous_tensors(kernels, layout, dtype):
     assert_accurate(kernels, case)
 
 
+@pytest.mark.each_value("window", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (30, 4)])
 def test_counted_keys_are_accurate_in_packed_and_dense_tensors(kernels, window, dtype):

@@ -19,6 +19,7 @@ def decoding(queries=1, keys=KEYS, **options):
     return ragged((queries,) * len(keys), keys, **options)
 
 
+@pytest.mark.each_value("rows", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17])
 def test_every_number_of_rows_is_accurate(kernels, rows, dtype):
@@ -26,6 +27,7 @@ def test_every_number_of_rows_is_accurate(kernels, rows, dtype):
     assert_accurate(kernels, decoding(rows, heads=(2, 2), window=CAUSAL, dtype=dtype))
 
 
+@pytest.mark.each_value("dims", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "dims",
@@ -47,7 +49,7 @@ def test_sizes_of_heads_of_few_rows_are_accurate(kernels, dims, dtype):
         assert_accurate(kernels, decoding(heads=(rows, 1), dims=dims, dtype=dtype))
 
 
-@pytest.mark.pairwise("options", "window", "dtype")
+@pytest.mark.each_value("options", "window", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (150, 0), (3, 2)])
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def paged(case, size):
     return q, grad, whole, in_pages, rows
 
 
+@pytest.mark.each_value("size", "window", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (20, 3)])
 @pytest.mark.parametrize("size", [1, 5, 16, 256])
@@ -145,7 +146,7 @@ def test_more_keys_than_the_pages_of_a_sequence_have_are_an_error(kernels, by_to
 # ---- ALiBi
 
 
-@pytest.mark.pairwise("options", "window", "dtype")
+@pytest.mark.each_value("options", "window", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (30, 10)])
 @pytest.mark.parametrize(
@@ -221,6 +222,7 @@ def of_mask(rows=300, keys=200, dtype="float32", **options):
     return dense(2, rows, keys, heads=(4, 2), dims=(keys, keys), magnitude=0.3, dtype=dtype, **options)
 
 
+@pytest.mark.each_value("window", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (70, 5)])
 def test_the_weights_that_dropout_drops_are_those_that_math_drops(kernels, window, dtype):
@@ -264,6 +266,7 @@ GRADIENTS = [
 ]
 
 
+@pytest.mark.each_value("options", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", GRADIENTS, ids=str)
 def test_results_and_gradients_are_those_of_the_weights_that_are_kept(kernels, options, dtype):

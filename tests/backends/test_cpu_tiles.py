@@ -63,12 +63,14 @@ def test_a_machine_without_amx_never_uses_it(built_cpu_kernel):
 # ---- numbers
 
 
+@pytest.mark.each_value("dims", "window")
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (50, 10)])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (32, 96), (256, 32)])
 def test_sizes_of_heads_are_accurate(tiles, dims, window):
     assert_accurate(tiles, ragged((140, 33, 77), dims=dims, window=window))
 
 
+@pytest.mark.each_value("window", "lengths")
 @pytest.mark.parametrize(
     "lengths", [(32, 32), (33, 700), (700, 33), (513, 513), (64, 1100), (1, 90), (90, 1)]
 )

@@ -57,6 +57,7 @@ def test_every_case_that_the_kernels_take_is_right(kernels, monkeypatch, dtype):
     assert forwards == set()
 
 
+@pytest.mark.each_value("dtype", "len_k", "bias")
 @pytest.mark.parametrize("bias", ["key padding", "additive"])
 @pytest.mark.parametrize("len_k", [33, 40, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -108,6 +109,7 @@ def test_whether_heads_share_keys_is_declared_by_torchs_version():
     assert efficient.FORWARD.gqa is efficient.BACKWARD.gqa is versions.EFFICIENT_SHARES_HEADS
 
 
+@pytest.mark.each_value("heads", "dims", "bias")
 @pytest.mark.parametrize("bias", ["none", "additive", "key padding"])
 @pytest.mark.parametrize("dims", [(64, 64), (512, 256)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import fake_fa2, launchers
 from support.fake_fa2 import SCHEMAS
-from support.packages import SHORT, gpu_spec, on_cpu, verified
+from support.packages import FEWER_OR_ALL, gpu_spec, on_cpu, verified
 from support.sinks import assert_kernels_are_accurate
 
 import attnreg
@@ -79,8 +79,9 @@ DENSE = {"lens_q": (40, 40), "lens_k": (33, 33)}
 # Values
 
 
-def test_every_case_that_torchs_kernels_take_is_right(torchs):
-    both, forwards = verified(fa2.BACKEND, SHORT)
+@pytest.mark.parametrize("cases", FEWER_OR_ALL)
+def test_every_case_that_torchs_kernels_take_is_right(torchs, cases):
+    both, forwards = verified(fa2.BACKEND, cases)
     assert {"packed at most one", "packed tail of NaN", "no keys", "packed window (0, -1)"} <= both
     assert not {"window (0, -1), few keys", "window (-1, 100), few keys", "pages of NaN"} & both
     # Given in columns of the head dim.

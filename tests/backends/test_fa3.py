@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import packages, truth
-from support.packages import SHORT, gpu_spec, on_cpu, verified
+from support.packages import FEWER_OR_ALL, gpu_spec, on_cpu, verified
 
 import attnreg
 from attnreg.backends import fa3
@@ -133,9 +133,10 @@ def package(monkeypatch, request):
 # Values
 
 
-def test_every_case_of_the_matrix_that_it_takes_is_right(package):
+@pytest.mark.parametrize("cases", FEWER_OR_ALL)
+def test_every_case_of_the_matrix_that_it_takes_is_right(package, cases):
     package()
-    both, forwards = verified(fa3.BACKEND, SHORT)
+    both, forwards = verified(fa3.BACKEND, cases)
     assert "pages" in forwards
     assert both >= {
         *("seqused_k", "packed seqused_k", "packed tail of NaN", "no keys", "packed empty between"),

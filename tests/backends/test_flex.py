@@ -75,7 +75,14 @@ def kit(flex_graphs):
     return Conformance(backend(), "cpu", ["float32"])
 
 
-@pytest.mark.parametrize("name", [name for name in FLOAT32 if name in CASES])
+# What others of these have as well.
+REPEATED = "alibi", "additive bias", "window (4, 0)", "packed key_ranges 2, seqused_k"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in FLOAT32 if name in CASES],
+)
 def test_a_case_of_each_kind_is_right_in_both_directions(kit, name):
     outcome = kit.run(FLOAT32[name])
     assert outcome.passed, outcome
@@ -97,7 +104,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+ALIKE = "a window as wide as int32 allows", "a shared tensor of queries, keys and values"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] * (name in ALIKE))
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_packed_options_are_right_in_both_directions(kit, options):
     outcome = kit.run(packed(**options))
     assert outcome.passed, outcome

@@ -141,10 +141,7 @@ def test_a_side_that_is_wrong_fails_or_ran_another_backend_is_left_out(bench, fa
     "command",
     # What two of these measure is held part by part in test_bench_fresh.py and test_bench_parts.py, and what
     # "selection" prints, saves and draws by the tests below.
-    [
-        pytest.param(one, marks=[pytest.mark.slow] * (one in ("overhead", "fresh", "selection")))
-        for one in COMMANDS
-    ],
+    [pytest.param(one, marks=[pytest.mark.slow] * (one != "sdpa")) for one in COMMANDS],
 )
 def test_each_prints_a_table_saves_json_and_draws(bench, command, tmp_path):
     out, plot = tmp_path / "found.json", tmp_path / "found.png"

@@ -74,7 +74,9 @@ def test_several_parts_are_measured_together(options):
     ("part", "case"),
     [
         ("varlen", "packed, 8 of up to 15 tokens, 2 heads of 16, causal"),
-        ("dense", "dense SDPA, batch 1 to 16, 2 to 40 tokens, 2 heads of 16"),
+        pytest.param(
+            "dense", "dense SDPA, batch 1 to 16, 2 to 40 tokens, 2 heads of 16", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_training_is_timed_with_a_backward_and_without(part, case):

@@ -157,7 +157,7 @@ def test_views_that_the_ablation_makes_in_python_have_the_layout_of_kernels(comp
     assert all(torch.equal(out, wanted) for out in found)
 
 
-@pytest.mark.parametrize("wanted", ["python", "compiled"])
+@pytest.mark.parametrize("wanted", [pytest.param("python", marks=pytest.mark.slow), "compiled"])
 def test_the_host_time_of_each_front_is_measured_for_each_backend_and_kind_of_router(
     wanted, compiled_routers, monkeypatch
 ):

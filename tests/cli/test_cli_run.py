@@ -297,7 +297,10 @@ def test_the_exit_code_and_the_exceptions_of_the_program_are_its_own(here, run, 
     assert raised.traceback[-1].path.name == "program.py"
 
 
-@pytest.mark.parametrize("options", ["--stats", "--json", "--report page.html"])
+@pytest.mark.parametrize(
+    "options",
+    ["--json", *(pytest.param(one, marks=pytest.mark.slow) for one in ("--stats", "--report page.html"))],
+)
 def test_ctrl_c_in_the_program_is_exit_code_130_whatever_is_printed_at_the_end(here, options):
     here(
         "program.py",

@@ -334,6 +334,7 @@ def draw_near(draw, cuts):
     return drawn._replace(**{name: min(max(draw.choice(places) + draw.choice((0, 1, 2)), 0), most[name])})
 
 
+@pytest.mark.each_value("detail", "count")
 @pytest.mark.parametrize("count", [1, 3, 70], ids=["a cut", "three", "more cuts than a word has bits"])
 @pytest.mark.parametrize("detail", Detail)
 def test_the_compiled_cache_tells_the_same_lengths_apart_as_python(packed_plan, count, detail):

@@ -54,6 +54,7 @@ def assert_near(results, inputs, copies, expected):
         truth.assert_near(one, other, dtype)
 
 
+@pytest.mark.each_value("lengths", "option")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("lengths", [(7, 17), (19, 4)])
 def test_a_dense_calls_weights_say_what_it_has_dropped(ran, lengths, option):

@@ -59,6 +59,7 @@ def assert_right(results, inputs, **options):
     assert probabilities.numel() == 0
 
 
+@pytest.mark.each_value("lengths", "given", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("given", "meant"),

@@ -206,6 +206,7 @@ def set_implementation(one, name):
             part.config._attn_implementation = name
 
 
+@pytest.mark.each_value("make", "form")
 @pytest.mark.parametrize("form", ["whole", "padded"])
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_what_sdpa_runs_has_its_results_and_gradients(layers, make, form):

@@ -19,7 +19,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.pairwise("form", "dtype", "backend")
+@pytest.mark.each_value("form", "dtype", "backend")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", models_on_device.FORMS)
@@ -29,7 +29,7 @@ def test_each_document_of_a_batch_is_computed_as_by_itself_on_the_backend_that_i
     models_on_device.check("Llama", form, "cpu", dtype, backend)
 
 
-@pytest.mark.pairwise("name", "form", "backend")
+@pytest.mark.each_value("name", "form", "backend")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "form"), OTHERS)
 def test_windows_softcaps_sinks_and_images_count_in_bfloat16(name, form, backend):

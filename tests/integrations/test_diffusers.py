@@ -156,7 +156,13 @@ PIPELINES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "given", "calls"), PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize(
+    ("make", "given", "calls"),
+    [
+        pytest.param(*given, id=name, marks=[pytest.mark.slow] * ("without guidance" in name))
+        for name, given in PIPELINES.items()
+    ],
+)
 def test_a_pipeline_makes_the_images_of_torchs_own_kernel_on_the_registered_backend(make, given, calls, ran):
     torch.manual_seed(0)
     pipeline = make()

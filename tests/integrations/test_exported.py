@@ -78,7 +78,11 @@ BELOW, ABOVE = WINDOW - 1, WINDOW + 3
 
 # The length of a graph's example decides nothing but for the bounds that torch finds for it.
 @pytest.mark.parametrize(
-    ("way", "length"), [("export", BELOW), ("export", ABOVE), ("strict export", BELOW), ("make_fx", ABOVE)]
+    ("way", "length"),
+    [
+        *(("export", BELOW), ("export", ABOVE), ("make_fx", ABOVE)),
+        pytest.param("strict export", BELOW, marks=pytest.mark.slow),
+    ],
 )
 def test_a_layer_without_a_mask_is_right_below_at_and_above_its_window(way, length):
     graph = GRAPHS[way](layer_inputs(length))

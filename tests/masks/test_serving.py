@@ -39,7 +39,7 @@ def assert_right(results, inputs, mask):
     dense.assert_right(results, inputs, bias=added(mask))
 
 
-@pytest.mark.pairwise("in_place", "seed", "dtype")
+@pytest.mark.each_value("in_place", "seed", "dtype")
 @pytest.mark.usefixtures("recognise", "in_place")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(10))

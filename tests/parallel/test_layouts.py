@@ -30,6 +30,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.each_value("cu_seq", "maker", "ranks")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("cu_seq", BATCHES.values(), ids=BATCHES)

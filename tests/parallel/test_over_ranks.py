@@ -29,7 +29,7 @@ def assert_ran(counts, named):
     assert all(min(one[named].values()) for one in counts if one)
 
 
-@pytest.mark.pairwise("ranks", "method", "window")
+@pytest.mark.each_value("ranks", "method", "window")
 @pytest.mark.parametrize("window", WINDOWS)
 @by_each_method
 def test_results_and_gradients_are_those_of_the_whole_batch(ranks, method, window):
@@ -39,7 +39,7 @@ def test_results_and_gradients_are_those_of_the_whole_batch(ranks, method, windo
         assert_ran(counts, "math")
 
 
-@pytest.mark.pairwise("ranks", "method", "dtype")
+@pytest.mark.each_value("ranks", "method", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 @by_each_method
 def test_results_are_as_precise_as_the_dtype(ranks, method, dtype):
@@ -59,7 +59,7 @@ def test_the_cpu_backend_computes_for_each_rank(ranks, method):
         assert_ran(counts, "cpu")
 
 
-@pytest.mark.pairwise("ranks", "method", "dtype")
+@pytest.mark.each_value("ranks", "method", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @by_each_method
 def test_a_gradient_of_the_lse_reaches_kernels_that_are_given_it_in_columns(ranks, method, dtype):
@@ -100,7 +100,7 @@ def test_heads_in_groups_come_back_in_their_places(ranks):
     assert [one["math"] for one in counts] == [{"forward": 4, "backward": 4}] * len(ranks)
 
 
-@pytest.mark.pairwise("ranks", "how", "window")
+@pytest.mark.each_value("ranks", "how", "window")
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (5, 2)], ids=str)
 @pytest.mark.parametrize("how", ["contiguous", "zigzag"])
 def test_all_gather_computes_heads_in_groups_where_keys_are_received(ranks, how, window):
@@ -125,7 +125,7 @@ def test_rows_with_many_results_are_summed_in_float32(ranks, method, dtype):
     assert_ran(ranks.run(work.compare, method, BATCH, **options), "math")
 
 
-@pytest.mark.pairwise("ranks", "method", "cu_seq")
+@pytest.mark.each_value("ranks", "method", "cu_seq")
 @pytest.mark.parametrize("cu_seq", [[0, 2, 3], [0, 0, 1, 1], [0, 0], [0]], ids=str)
 @by_each_method
 def test_ranks_may_have_no_tokens(ranks, method, cu_seq):

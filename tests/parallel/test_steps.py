@@ -74,7 +74,7 @@ def computed(layout, rank, steps, query, key, value):
     return out, lse
 
 
-@pytest.mark.pairwise("cu_seq", "maker", "way")
+@pytest.mark.each_value("cu_seq", "maker", "way")
 @pytest.mark.parametrize("way", [gathering, rotating])
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("cu_seq", BATCHES.values(), ids=BATCHES)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.processes import forked, python
+from support.processes import WITHOUT_PACKAGES, forked, python
 
 import attnreg
 
@@ -410,5 +410,5 @@ def test_registering_and_running_a_backend_needs_no_pydantic():
         "assert attnreg.stats().calls == {'math': {'forward': 1, 'backward': 0}}\n"
         "print([name for name in ('pydantic', 'rich', 'typer') if name in sys.modules])"
     )
-    run = forked(program)
+    run = forked(WITHOUT_PACKAGES + program)
     assert run.stdout.split("\n")[0] == "[]", run.stdout + run.stderr

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from support.chosen_cases import are_pairwise
+from support.chosen_cases import are_pairwise, have_each_value
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,14 @@ def test_any_two_values_meet_in_the_combinations_that_stay_of_a_pairwise_test(si
     assert len(left) * min(sizes) == len(rows)
     for one, other in itertools.combinations(range(len(sizes)), 2):
         assert {(row[one], row[other]) for row in left} == {(row[one], row[other]) for row in rows}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (9, 2), (3, 4, 2)], ids=str)
+def test_each_value_is_in_a_combination_that_stays_and_no_more_stay_than_that_takes(sizes):
+    rows = list(itertools.product(*map(range, sizes)))
+    left = [row for row, stays in zip(rows, have_each_value(rows), strict=True) if stays]
+    assert len(left) == max(sizes)
+    assert [set(values) for values in zip(*left, strict=True)] == [set(range(size)) for size in sizes]
 
 
 def test_two_arguments_are_no_pairwise_test():

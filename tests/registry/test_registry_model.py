@@ -169,7 +169,7 @@ class Registry(stateful.RuleBasedStateMachine):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("examples", [5, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_in_any_order_what_runs_is_what_the_model_says(known, fake, tmp_path, monkeypatch, examples):
     known(*[fake(name, priority=-200).backend for name in NAMES])  # below math, the default
     monkeypatch.setattr(Registry, "folder", tmp_path)

@@ -20,6 +20,7 @@ SHALLOWER = "[" * 900 + "]" * 900
 MANY = [f"x{number}" for number in range(5_000)]
 
 
+@pytest.mark.each_value("text", "variable")
 @pytest.mark.parametrize("variable", ["ATTNREG_LOCK", "ATTNREG_RECORD", "ATTNREG_CONFIG", ""])
 @pytest.mark.parametrize(
     "text",
@@ -64,6 +65,7 @@ WRONG = {
 }
 
 
+@pytest.mark.each_value("in_file", "wrong")
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("in_file", [True, False])
 def test_of_a_long_list_the_first_ten_and_a_count_are_said(tmp_path, monkeypatch, wrong, in_file):

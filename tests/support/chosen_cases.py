@@ -28,6 +28,15 @@ def is_among_fewer(case):
     return not several or bool(FEWER.search(case.name))
 
 
+# Of the fewer cases those that differ from another one in a number, a layout or a lesser option.
+ALIKE = re.compile(
+    r"^dim (5|40|96|192|203)$|^dims (40 and 64|5 and 3)$|^window \((4, 0|-1, 4|0, 0|8, 2)\), few"
+    r"|^packed window \((4, 0|-1, 4|0, 0)\)$|^layout fused|^packed layout odd|^scale (0|0\.3)$|^values x5$"
+    r"|^causal lengths|^packed gradient of a sum|^(additive|gradient of a) bias$|^(packed )?softcap (2|1\.5)$"
+    r"|^packed (num_splits|deterministic|counted sinks, scale)"
+)
+
+
 def for_fakes(cases):
     """Return the cases to run on a fake, long ones with half of their lengths.
 
@@ -50,13 +59,28 @@ def are_pairwise(rows):
     The rows are all combinations of the values of three columns or more. Beside any two values there is one
     of a third column that makes the sum of their numbers a multiple of the shortest column's length.
     """
-    columns = [[] for _ in rows[0]]
-    assert len(columns) >= 3, f"got {len(columns)} arguments, expected 3 or more"  # two are pairs themselves
-    numbers = []
+    assert len(rows[0]) >= 3, f"got {len(rows[0])} arguments, expected 3 or more"  # two are pairs themselves
+    numbers, counts = _numbered(rows)
+    return [sum(row) % min(counts) == 0 for row in numbers]
+
+
+def have_each_value(rows):
+    """Return of each row of values whether it stays, so that each value stays once, the fewer ones in turn.
+
+    The rows are all combinations of the values of two columns or more.
+    """
+    assert len(rows[0]) >= 2, f"got {len(rows[0])} argument, expected 2 or more"
+    numbers, counts = _numbered(rows)
+    kept = {tuple(turn % count for count in counts) for turn in range(max(counts))}
+    return [row in kept for row in numbers]
+
+
+def _numbered(rows):
+    """Return the rows with numbers for their values, and how many values each column has."""
+    columns, numbers = [[] for _ in rows[0]], []
     for row in rows:
         for values, value in zip(columns, row, strict=True):
             if value not in values:
                 values.append(value)
-        numbers.append(sum(values.index(value) for values, value in zip(columns, row, strict=True)))
-    shortest = min(map(len, columns))
-    return [number % shortest == 0 for number in numbers]
+        numbers.append(tuple(values.index(value) for values, value in zip(columns, row, strict=True)))
+    return numbers, [len(values) for values in columns]

@@ -2,8 +2,9 @@
 
 import dataclasses
 
+import pytest
 import torch
-from support.chosen_cases import for_fakes
+from support.chosen_cases import ALIKE, for_fakes
 
 from attnreg import AttentionSpec, Device
 from attnreg.testing import Conformance
@@ -15,6 +16,11 @@ _TAKEN = [case for case in QUICK if case.dtype == "bfloat16" and not case.dropou
 SHORT = [
     dataclasses.replace(case, seen_nan=False)
     for case in for_fakes(_TAKEN) + [case for case in _TAKEN if case.page_size and case.max_k >= 300]
+]
+# What a test is given that holds a backend to all of these: in the fast tier a part stands for the rest.
+FEWER_OR_ALL = [
+    pytest.param([case for case in SHORT if not ALIKE.search(case.name)], id="fewer"),
+    pytest.param(SHORT, id="all", marks=pytest.mark.slow),
 ]
 
 

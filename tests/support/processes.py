@@ -27,11 +27,13 @@ def python(*arguments, cwd=None, **variables):
     )  # fmt: skip
 
 
-# Has imported torch and Dynamo, which attnreg needs and which take seconds, but nothing of attnreg. It forks
-# for each program that it is sent.
+# Has imported torch and Dynamo, which attnreg needs and which take seconds, and the packages that commands
+# and settings need, but nothing of attnreg. It forks for each program that it is sent.
 # A fork ends as Python does, but for taking torch's modules apart, which would take as long as most programs.
 FORKING = """
 import gc, json, os, sys, torch, torch._dynamo, weakref
+import packaging.version, pydantic, rich.panel, rich.progress, rich.table, tomllib, zoneinfo
+import typer.rich_utils
 
 for finalizer in weakref.finalize._registry:
     finalizer.atexit = False  # of torch's libraries of ops; those of a fork's own are finalized
@@ -75,6 +77,14 @@ sys.argv[1:] = arguments
 if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
     torch._import_device_backends()  # the last thing that `import torch` does
 run(code)
+"""
+
+
+# Has a program find the packages that the forking process has ready not imported, for tests about imports.
+WITHOUT_PACKAGES = """
+for name in [*__import__("sys").modules]:
+    if name.partition(".")[0] in ("pydantic", "rich", "typer"):
+        del __import__("sys").modules[name]
 """
 
 

@@ -595,6 +595,7 @@ AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user tak
 UNREADABLE = "hidden", "its folders are hidden", pytest.param("another user", marks=AS_ROOT)
 
 
+@pytest.mark.each_value("mode", "case")
 @pytest.mark.parametrize("case", UNREADABLE)
 @pytest.mark.parametrize("mode", ["background", "off"])
 def test_a_home_folder_that_cannot_be_read_is_one_line(served, tmp_path, case, mode):

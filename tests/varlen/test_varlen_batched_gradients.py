@@ -61,6 +61,7 @@ def jacobian(function, x):
     return torch.autograd.functional.jacobian(function, x, vectorize=True)
 
 
+@pytest.mark.each_value("front", "function")
 @pytest.mark.parametrize("function", [attend, sdpa], ids=["varlen_attn", "SDPA"])
 def test_a_vectorized_jacobian_is_right(front, function):
     x = torch.randn(14, 1, 2)
@@ -90,6 +91,7 @@ CALLS = {
 }
 
 
+@pytest.mark.each_value("front", "name")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_batch_of_gradients_goes_through_calls_of_every_sort(front, name):
     if (front, name) == ("custom op", "dropout"):

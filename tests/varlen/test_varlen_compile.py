@@ -98,7 +98,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("options", "meant"), OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        pytest.param(
+            *given, id=name, marks=[pytest.mark.slow] * (name in ("slopes", "seqused_k and backend"))
+        )
+        for name, given in OPTIONS.items()
+    ],
+)
 def test_compiled_values_and_gradients_are_right(packed, options, meant):
     given = packed(LENGTHS_Q, LENGTHS_K, heads_k=2 if "enable_gqa" in options else 4)
     attend = compiled(functools.partial(attnreg.varlen_attn, **options))
@@ -117,7 +125,7 @@ def test_compiled_pages_have_gradients(packed):
     )
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_autocast_holds_in_compiled_code(packed, fake, inside):
     recorder = fake("mine")
     given = packed(LENGTHS_Q, LENGTHS_K)
@@ -162,7 +170,11 @@ EACH_FRONT = pytest.mark.parametrize(
 BATCHES = ((5, 1, 8, 3), (2, 9), (4, 4, 4), (6, 2, 3, 11, 7))
 
 
-@EACH_FRONT
+@pytest.mark.parametrize(
+    "attend",
+    [attnreg.varlen_attn, pytest.param(torch_varlen.varlen_attn, marks=pytest.mark.slow)],
+    ids=["attnreg", "torch"],
+)
 def test_one_dynamic_compilation_serves_every_ragged_batch(packed, ran, attend):
     """A symbolic number of attnreg's own would have torch compile twice, to specialize it."""
     attnreg.install()

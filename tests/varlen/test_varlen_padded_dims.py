@@ -41,6 +41,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.each_value("front", "options")
 @pytest.mark.parametrize(("options", "meant"), OPTIONS.values(), ids=OPTIONS)
 def test_every_repeated_call_is_right_and_padded_whatever_is_called_between(
     front, packed, steps, ran, options, meant

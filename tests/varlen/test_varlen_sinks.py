@@ -57,6 +57,7 @@ def drawn(dtype=torch.float32):
     return SINKS.to(dtype, copy=True).requires_grad_()
 
 
+@pytest.mark.each_value("front", "options")
 @pytest.mark.parametrize("options", [{}, {"window_size": CAUSAL}, {"softcap": 0.8}], ids=str)
 def test_output_lse_and_all_gradients_are_right_at_every_repeated_call(front, packed, options):
     for _ in range(3):
@@ -76,7 +77,7 @@ def test_every_dtype_is_right_and_sinks_may_have_another(front, packed, dtype):
     assert grad.dtype == torch.float32 and grad.all()
 
 
-@pytest.mark.pairwise("lengths", "kernel", "dtype", "backend")
+@pytest.mark.each_value("lengths", "kernel", "dtype", "backend")
 @pytest.mark.parametrize("backend", ["math", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 12.0], ids=["small scores", "large scores"])

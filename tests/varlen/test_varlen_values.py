@@ -63,6 +63,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.each_value("front", "options")
 @pytest.mark.parametrize(("options", "meant"), OPTIONS.values(), ids=OPTIONS)
 def test_every_option_gives_the_right_output_lse_and_gradients(front, packed, options, meant):
     run_and_compare(packed(LENGTHS_Q, LENGTHS_K, dtype=torch.float64), meant, **options)
@@ -87,6 +88,7 @@ def test_a_number_counts_in_each_call_whatever_the_call_before_had(front, packed
         assert torch.equal(out(**options), other)
 
 
+@pytest.mark.each_value("front", "window", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [UNBOUNDED, CAUSAL])
 def test_every_dtype_is_right(front, packed, dtype, window):
@@ -180,6 +182,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.each_value("front", "layout")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_any_strides_give_what_contiguous_tensors_do(front, packed, layout):
     *plain, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, grad=False)

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import fake_cudnn
-from support.chosen_cases import for_fakes
+from support.chosen_cases import ALIKE, for_fakes
 from support.fake_cudnn import ragged
 from support.packages import gpu_spec
 from support.sinks import assert_kernels_are_accurate
@@ -58,7 +58,11 @@ def shared_plans(kernels, monkeypatch):
 # Values
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * bool(ALIKE.search(case.name))) for case in CASES],
+    ids=str,
+)
 def test_every_case_that_it_takes_is_right_packed_ones_by_a_shared_plan_too(kernels, case, request):
     here = dataclasses.replace(cudnn.BACKEND, load=lambda: kernels, unavailable=lambda: None)
     kernels = Entry("cuDNN", "a test", here).kernels(

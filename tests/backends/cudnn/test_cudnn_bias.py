@@ -61,6 +61,7 @@ def assert_right(kernels, q, k, v, grad, bias, window=(-1, -1), wants_bias=True)
 # Values
 
 
+@pytest.mark.each_value("shape", "wants_bias", "dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("wants_bias", [True, False], ids=["with its gradient", "without"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

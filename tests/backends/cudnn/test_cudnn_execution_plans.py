@@ -161,6 +161,7 @@ def test_a_kind_is_all_but_the_lengths():
         assert first.allow_exact(other)
 
 
+@pytest.mark.each_value("width", "direction")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("width", [8 * 64, 64 * 128])
 def test_all_lengths_that_a_prepared_launch_serves_have_its_execution_plan(
@@ -189,7 +190,7 @@ def test_all_lengths_that_a_prepared_launch_serves_have_its_execution_plan(
             assert plans.select(kind.problem(*others, strides))[0] == chosen, (own, others)
 
 
-@pytest.mark.pairwise("width", "spread", "seed")
+@pytest.mark.each_value("width", "spread", "seed")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
 @pytest.mark.parametrize("width", [16 * 64, 32 * 128, 64 * 128])

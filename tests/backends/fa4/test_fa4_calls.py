@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.fake_fa4 import BOTH, Package, both, call_of, dense, dense_call, entered, offered, packed
-from support.packages import SHORT
+from support.packages import FEWER_OR_ALL
 from support.truth import varlen as true_varlen
 
 from attnreg import BackendUnavailableError, Call
@@ -26,9 +26,10 @@ from attnreg.tools.measure.inputs import inputs
 # Values
 
 
-def test_every_case_that_it_takes_is_right(kernels, package):
+@pytest.mark.parametrize("cases", FEWER_OR_ALL)
+def test_every_case_that_it_takes_is_right(kernels, package, cases):
     ran = {}
-    for case in SHORT:
+    for case in cases:
         if directions := offered(case):
             runnable = kernels if "backward" in directions else kernels._replace(backward=None)
             ran[case.name] = measure(runnable, case)
@@ -140,6 +141,7 @@ def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kerne
 # What the package is called with
 
 
+@pytest.mark.each_value("copies_itself", "layout")
 @pytest.mark.parametrize("layout", ["last dim strided", "offset", "odd rows", "fused qkv", "one key head"])
 @pytest.mark.parametrize("copies_itself", [True, False])
 def test_a_release_that_takes_aligned_tensors_only_gets_such(install, layout, copies_itself):

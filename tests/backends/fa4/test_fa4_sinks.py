@@ -48,6 +48,7 @@ def calls(kernels, package, no_unused_rows, on_hopper):
     return functools.partial(entered, kernels, package)
 
 
+@pytest.mark.each_value("window", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (8, 0)], ids=str)
 def test_calls_with_sinks_are_launched_with_those_of_each_call(calls, package, dtype, window):
