@@ -23,7 +23,7 @@ from attnreg.core.times.kinds import kind_of, size_of
 from attnreg.core.times.points import Measured
 from attnreg.core.times.table import load
 from attnreg.core.times.tables import NamedTables
-from attnreg.core.times.turns import MOST_CALLS, MOST_TURNS, Seen, Turns
+from attnreg.core.times.turns import MOST_CALLS, MOST_IDLE, MOST_TURNS, Seen, Turns
 from attnreg.flash_attn import flash_attn_with_kvcache
 
 pytestmark = pytest.mark.usefixtures("routers")
@@ -422,14 +422,25 @@ def test_a_backend_that_cannot_run_every_call_of_a_kind_has_turns_at_the_others(
     assert not caplog.records
 
 
-def test_turns_end_after_sixty_calls_even_if_a_backend_could_not_take_all_of_its_turns(not_nine, runs):
+def test_turns_end_after_eight_calls_that_no_backend_with_turns_left_can_run(not_nine, runs):
     not_nine("three", one=2.0, two=1.2, three=1.0)
     attnreg.configure(ADAPTIVE)
     assert runs(3, lambda: attend(8)) == ["one", "two", "three"]
-    runs(MOST_CALLS, lambda: attend(9))
+    order = runs(7 + MOST_IDLE, lambda: attend(9))  # `one` is far behind after two turns that are timed
     (forward,) = learned().turns.values()
-    assert (forward.closed, forward.counts["three"]) == (True, 1)
+    assert Counter(order[:7]) == {"one": 2, "two": 5}
+    assert (forward.idle, forward.closed, forward.counts["three"]) == (MOST_IDLE, False, 1)
     assert runs(2, lambda: attend(9)) == ["two"] * 2
+    assert (forward.idle, forward.closed) == (MOST_IDLE, True)
+
+
+def test_turns_end_after_sixty_calls_even_if_a_backend_could_not_take_all_of_its_turns():
+    """For instance one whose times were dropped, because the host took longer than the device was busy."""
+    found = turns_of(a=[Seen(1.0, 2.0)], b=[])
+    found.counts["b"], found.calls = 1, MOST_CALLS - 1
+    assert found.result() is None
+    assert found.next(["a", "b"]) == "b"
+    assert found.result().backends == {"a": Measured(gpu_us=1.0, host_us=2.0)}
 
 
 def test_a_call_that_only_one_backend_can_run_does_not_end_the_turns_of_its_kind(not_nine, runs):
