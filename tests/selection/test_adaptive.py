@@ -141,6 +141,26 @@ def test_ever_new_shapes_leave_a_backend_that_builds_something_for_each(building
     assert [len(one.backends) for one in load(file).points] == [3]
 
 
+def test_a_backend_that_builds_keeps_no_turns_waiting_where_a_table_counts_what_it_builds(
+    building, runs, kept, monkeypatch
+):
+    """Each call that waits is decided anew."""
+
+    def predict(self, spec, direction, builders=frozenset()):
+        costs = {"builder": 5e4 if builders else 1.0, "other": 1.2, "third": 1.3}
+        return Prediction("a table", tuple(Candidate(name, cost) for name, cost in costs.items()))
+
+    monkeypatch.setattr(NamedTables, "predict", predict)
+    attnreg.configure(ADAPTIVE)
+    lengths = itertools.chain.from_iterable(zip(range(91, 140), range(300, 349), strict=True))  # two sizes
+    order = runs(40, lambda: attend(next(lengths)))
+    assert order.count("builder") == FEW_SHAPES
+    found = learned().turns.values()
+    assert [turns.counts for turns in found] == [{"builder": FEW_SHAPES // 2, "other": 6, "third": 6}] * 2
+    assert [(turns.closed, turns.idle) for turns in found] == [(True, 0)] * 2
+    assert set(order[-6:]) == {"other"} and not kept()
+
+
 def test_shapes_of_forwards_that_wait_for_their_backward_are_counted_too(building, runs):
     """Forwards that want a gradient, without a backward, wait for up to sixty calls."""
     attnreg.configure(ADAPTIVE)

@@ -235,9 +235,9 @@ class AdaptiveTimes:
         kernel gets these options, and its time ends before results are rescaled.
         """
         spec = spec.unscaled
-        worth = _worth_a_turn(able, predicted)
-        building = [name for name in worth if name.casefold() in left_out]
-        names = [name for name in worth if name not in building]
+        # A table may put those far behind for what they build, but their turns have to end.
+        building = [name for name in able if name.casefold() in left_out]
+        names = [name for name in _worth_a_turn(able, predicted) if name not in building]
         if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
         here = self._here(spec.device)

@@ -27,8 +27,8 @@ T = TypeVar("T")
 MOST_TURNS, MOST_EACH = 20, 6
 # The calls of a kind after which turns are over, even if some backends lack turns.
 MOST_CALLS = 3 * MOST_TURNS
-# A backend waits for its turns no longer than through so many calls running that are nobody's. Each of them is
-# decided anew, which takes the host a millisecond.
+# A backend waits for its turns no longer than through so many calls running that are nobody's. Each of them
+# is decided anew, which takes the host a millisecond.
 MOST_IDLE = 8
 # A backend gets no more turns if its best time is above so many times another backend's worst time.
 BEHIND = 1.5
