@@ -70,8 +70,15 @@ struct AddressLauncher {  // a kernel that is given the addresses of its tensors
 // Whether a capture is under way, or Inductor's graph trees are loaded: then nothing is kept of offsets, as
 // `torchlib.layout.needs_graph_memory` says. With the interpreter's lock.
 inline bool needs_graph_memory(const at::Tensor& tensor) {
-  PyObject* const modules = PyImport_GetModuleDict();  // borrowed
-  return capturing(tensor).value_or(true) || PyDict_GetItemString(modules, "torch._inductor.cudagraph_trees");
+  if (capturing(tensor).value_or(true)) {
+    return true;
+  }
+  static PyObject* const layout = PyImport_ImportModule("attnreg.core.torchlib.layout");  // for as long as the process lives
+  const Object name = owned(layout ? PyObject_GetAttrString(layout, "GRAPH_TREES") : nullptr);
+  if (!name) {
+    throw_error_of_python();
+  }
+  return PyDict_GetItem(PyImport_GetModuleDict(), name.get()) != nullptr;  // both borrowed
 }
 
 // Launch a kernel on offsets, without a wait and without the interpreter's lock: a launch may wait for the device.
