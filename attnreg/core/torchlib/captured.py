@@ -42,7 +42,7 @@ _watched: dict[str, str] = {}  # torch's dump of each op after the routers had b
 _warned_of: tuple[str, ...] = ()  # what lay above the routers at the last look
 LONGEST_WAIT = 5.0  # seconds: a look may have taken long because the process was stopped
 _next_look = 0.0  # when a block may look again, in the seconds of `time.monotonic`
-PROMPT_LOOKS = 64  # how many plans look for overrides whatever it takes, after the routers were installed
+PROMPT_LOOKS = 64  # how many plans of new kinds look for overrides, whatever it takes, once there are routers
 _prompt_looks = 0
 
 # Torch's own ops for packed calls, above the routers.
