@@ -151,9 +151,9 @@ def pytest_collection_modifyitems(items):
             marker = item.get_closest_marker(name)
             if marker and item.get_closest_marker("slow") is None:
                 groups.setdefault((item.nodeid.partition("[")[0], marker.args, stay), []).append(item)
-    for (_, names, stay), group in groups.items():
+    for (test, names, stay), group in groups.items():
         rows = [[item.callspec.params[name] for name in names] for item in group]
-        for item, stays in zip(group, stay(rows), strict=True):
+        for item, stays in zip(group, stay(rows, test), strict=True):
             if not stays:
                 item.add_marker(pytest.mark.slow)
 

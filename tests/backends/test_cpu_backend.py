@@ -102,7 +102,7 @@ def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, dtype)
         torch.testing.assert_close(grad_value, torch.full_like(grad_value, 0.5), rtol=2**-7, atol=0.0)
 
 
-@pytest.mark.each_value("scale", "kernels", "dtype")
+@pytest.mark.pairwise("scale", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("scale", [-0.5, -1e-3, 1e-3, 2.0, 0.0, -0.0])
 def test_any_scale_is_accurate(kernels, scale, dtype):
@@ -151,7 +151,7 @@ def test_gradients_of_scores_add_up_to_zero_where_keys_are_few(kernels, window, 
     torch.testing.assert_close(grad_q, torch.zeros_like(grad_q), rtol=0.0, atol=1e-4)
 
 
-@pytest.mark.each_value("scale", "kernels", "dtype")
+@pytest.mark.pairwise("scale", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("scale", [1e-30, 1e-40, -1e-40, 1e-46, -1e-46])
 def test_scales_too_small_for_float32_leave_masks_as_they_are(kernels, scale, dtype):

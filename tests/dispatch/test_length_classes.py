@@ -139,6 +139,31 @@ def test_the_shipped_table_predicts_either_all_lengths_of_a_class_or_none(built_
     assert min(counts.values()) > kinds // 2
 
 
+@pytest.mark.parametrize("native", ["", "cpu"])
+@pytest.mark.parametrize("decides", ["table", "lock", "recording", "default"])
+def test_tables_are_looked_at_only_where_they_decide(decides, native):
+    """Else a table of another machine would be warned of, and tables that ship be read."""
+    looked = []
+
+    class Tables:
+        def cuts(self, device):
+            looked.append(device)
+            return (Cut.of("max_q", at=17),)
+
+    class Lock:
+        def cuts(self, spec, direction):
+            return ()
+
+    policy = Policy(
+        tables=Tables(), lock=Lock() if decides == "lock" else None,
+        only_recording=decides == "recording", by_measurement=decides == "table",
+    )  # fmt: skip
+    spec = draw_kind(random.Random(0))
+    cuts = kind_of(types.SimpleNamespace(entries={}, policy=policy), spec, "forward", native).cuts
+    counts = decides == "table" or (decides != "lock" and not native)
+    assert bool(looked) is (Cut.of("max_q", at=17) in cuts) is counts
+
+
 def beside(spec, cut):
     """Yield calls whose lengths lie at a cut and on both sides of it."""
     for name in sorted(cut.names):

@@ -60,6 +60,17 @@ def test_every_call_is_timed_whatever_the_call_cache_would_keep(reported):
 
 
 @pytest.mark.usefixtures("routers")
+def test_calls_past_the_most_rows_are_in_no_other_row(reported, monkeypatch):
+    monkeypatch.setattr(timed, "MOST_ROWS", 1)
+    with attnreg.register_backend("math"):
+        for length in (8, 8, 8, 30, 30, 30, 60):
+            query = torch.randn(1, 2, length, 16)
+            F.scaled_dot_product_attention(query, query, query)
+    (row,) = reported()["report"]["plans"]
+    assert row["calls"] == 3
+
+
+@pytest.mark.usefixtures("routers")
 def test_a_forked_process_has_the_calls_of_its_inherited_plans_and_none_of_its_parents(reported):
     for _ in range(3):
         F.scaled_dot_product_attention(QUERY, QUERY, QUERY)

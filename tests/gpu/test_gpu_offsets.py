@@ -176,9 +176,9 @@ def test_new_offsets_cost_at_most_two_small_kernels_for_all_layers_and_both_dire
     assert own_kernels(step) == OWN[named]
 
 
-def spoilt(lengths, tail, shares_offsets, seed):
+def spoilt(lengths, tail, shares_offsets, seed, **options):
     """Return packed inputs with NaN in a tail of rows that lie in no sequence, and these sequences alone."""
-    inner = gpu.packed(lengths, None if shares_offsets else lengths, grad=False, seed=seed)
+    inner = gpu.packed(lengths, None if shares_offsets else lengths, grad=False, seed=seed, **options)
     padded = (torch.cat((x, x.new_full((tail, *x.shape[1:]), torch.nan))) for x in inner.qkv)
     return gpu.Packed(*padded, *inner[3:]), inner
 
@@ -211,6 +211,24 @@ def test_one_kernel_copies_values_and_clears_rows_if_no_row_of_a_sequence_is_wit
             own.append(own_kernels(lambda others=others: front(*next(others))))
     behind = [] if shares_offsets else ["attnreg_clear_forward"]
     assert own == [["attnreg_blank", *behind]] * len(own)
+
+
+@pytest.mark.only_for("FA4")
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+def test_rows_behind_the_last_offset_are_cleared_in_each_layer(named, compiled_cache, heads):
+    """Layers follow each other without a wait: the later ones may know of the offsets, or not yet."""
+    front = gpu.on(named, window_size=(-1, 0), enable_gqa=True, return_aux=attnreg.AuxRequest(lse=True))
+    for number in range(12):
+        lengths = 40 + number, 0, 300, 7
+        given, inner = spoilt(lengths, number % 3 * 70, True, number, heads=heads, dim=128)
+        rows, (query, *others) = len(inner.query), (x.cpu() for x in inner.qkv)
+        shared = (x.repeat_interleave(heads[0] // heads[1], dim=1) for x in others)
+        right, right_lse = truth.varlen(query, *shared, *(x.cpu() for x in inner[3:5]), window=(-1, 0))
+        for out, lse in [front(*given) for _ in range(3)]:
+            assert not out[rows:].any()
+            assert (lse[:, rows:] == -torch.inf).all()
+            truth.assert_near(out[:rows].cpu(), right, gpu.BF16)
+            truth.assert_near(lse[:, :rows].cpu(), right_lse, gpu.BF16)
 
 
 @pytest.mark.only_for("FA2", "cuDNN")

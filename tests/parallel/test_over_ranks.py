@@ -29,7 +29,7 @@ def assert_ran(counts, named):
     assert all(min(one[named].values()) for one in counts if one)
 
 
-@pytest.mark.each_value("ranks", "method", "window")
+@pytest.mark.pairwise("ranks", "method", "window")
 @pytest.mark.parametrize("window", WINDOWS)
 @by_each_method
 def test_results_and_gradients_are_those_of_the_whole_batch(ranks, method, window):
@@ -125,7 +125,7 @@ def test_rows_with_many_results_are_summed_in_float32(ranks, method, dtype):
     assert_ran(ranks.run(work.compare, method, BATCH, **options), "math")
 
 
-@pytest.mark.each_value("ranks", "method", "cu_seq")
+@pytest.mark.pairwise("ranks", "method", "cu_seq")
 @pytest.mark.parametrize("cu_seq", [[0, 2, 3], [0, 0, 1, 1], [0, 0], [0]], ids=str)
 @by_each_method
 def test_ranks_may_have_no_tokens(ranks, method, cu_seq):

@@ -19,10 +19,13 @@ def test_any_two_values_meet_in_the_combinations_that_stay_of_a_pairwise_test(si
 
 @pytest.mark.parametrize("sizes", [(2, 2), (9, 2), (3, 4, 2)], ids=str)
 def test_each_value_is_in_a_combination_that_stays_and_no_more_stay_than_that_takes(sizes):
-    rows = list(itertools.product(*map(range, sizes)))
-    left = [row for row, stays in zip(rows, have_each_value(rows), strict=True) if stays]
-    assert len(left) == max(sizes)
-    assert [set(values) for values in zip(*left, strict=True)] == [set(range(size)) for size in sizes]
+    rows, seen = list(itertools.product(*map(range, sizes))), set()
+    for name in "abcdefghijkl":
+        left = [row for row, stays in zip(rows, have_each_value(rows, name), strict=True) if stays]
+        assert len(left) == max(sizes)
+        assert [set(values) for values in zip(*left, strict=True)] == [set(range(size)) for size in sizes]
+        seen.add(tuple(left))
+    assert len(seen) > 1, "which values meet depends on the name"
 
 
 def test_two_arguments_are_no_pairwise_test():

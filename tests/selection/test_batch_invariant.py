@@ -244,7 +244,6 @@ def test_without_the_policy_a_batch_shows_in_the_bits_of_its_rows_and_with_it_do
     assert ran() == {"cpu": (12, 12)}
 
 
-@pytest.mark.each_value("backend", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "math"])
 @pytest.mark.usefixtures("in_force", "two_threads")
@@ -264,7 +263,6 @@ def test_a_row_of_sdpa_has_the_same_bits_alone_and_beside_others_first_and_repea
     assert ran() == {backend: (12, 12)}
 
 
-@pytest.mark.each_value("backend", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "math"])
 @pytest.mark.usefixtures("in_force", "two_threads")

@@ -245,3 +245,21 @@ def test_quotes_of_a_text_processor_and_names_of_python_are_shown_as_toml_has_th
 @pytest.mark.parametrize("path", ["", "  "])
 def test_an_empty_path_is_no_file(path):
     assert refusal(read, path) == f"settings file: got {path!r}, expected the path of a file in TOML"
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("a = 1,", "expected newline or end of document after a statement"),
+        ("a = 1,000", "expected newline or end of document after a statement"),
+        ("a = 5]", "expected newline or end of document after a statement"),
+        ("a = 07", "got 07, expected a value"),
+        ("a = 1e", "got 1e, expected a value"),
+        ("a = 2.11.0", 'got 2.11.0, expected a value; a string needs quotes: "2.11.0"'),
+        (r"a = C:\locks\x", r"got C:\locks\x, expected a value; a string needs quotes: 'C:\locks\x'"),
+    ],
+)
+def test_only_what_may_be_a_string_is_said_to_need_quotes(tmp_path, text, end):
+    file = tmp_path / "attnreg.toml"
+    file.write_text(text)
+    assert refusal(read, file) == f"{file}:1: not TOML: {end}"

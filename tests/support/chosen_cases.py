@@ -1,5 +1,6 @@
 """Which cases of the input matrix, and which arguments of a test, stand for others that are taken alike."""
 
+import hashlib
 import re
 
 # Of lengths, heads, head dims and windows.
@@ -53,7 +54,7 @@ def for_fakes(cases):
     return [case.scaled(0.5, 0.5) if is_long else case for case, is_long in zip(chosen, long, strict=True)]
 
 
-def are_pairwise(rows):
+def are_pairwise(rows, name=""):
     """Return of each row of values whether it stays, so that any two values of two columns still meet.
 
     The rows are all combinations of the values of three columns or more. Beside any two values there is one
@@ -64,14 +65,19 @@ def are_pairwise(rows):
     return [sum(row) % min(counts) == 0 for row in numbers]
 
 
-def have_each_value(rows):
+def have_each_value(rows, name):
     """Return of each row of values whether it stays, so that each value stays once, the fewer ones in turn.
 
-    The rows are all combinations of the values of two columns or more.
+    The rows are all combinations of the values of two columns or more. Which values meet depends on the name:
+    tests that list the same values in the same order keep different pairs.
     """
     assert len(rows[0]) >= 2, f"got {len(rows[0])} argument, expected 2 or more"
     numbers, counts = _numbered(rows)
-    kept = {tuple(turn % count for count in counts) for turn in range(max(counts))}
+    shifts = hashlib.sha256(name.encode()).digest()
+    kept = {
+        tuple((turn + shift) % count for shift, count in zip(shifts, counts, strict=False))
+        for turn in range(max(counts))
+    }
     return [row in kept for row in numbers]
 
 

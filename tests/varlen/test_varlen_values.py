@@ -63,7 +63,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.each_value("front", "options")
 @pytest.mark.parametrize(("options", "meant"), OPTIONS.values(), ids=OPTIONS)
 def test_every_option_gives_the_right_output_lse_and_gradients(front, packed, options, meant):
     run_and_compare(packed(LENGTHS_Q, LENGTHS_K, dtype=torch.float64), meant, **options)

@@ -137,10 +137,20 @@ def _pages(spec: AttentionSpec) -> Iterator[str]:
         yield "block_table must be None on sm_12x: no paged key-value cache"
     if reason := compiled_kinds.why_no_pages(_major(spec), (spec.head_dim, spec.head_dim_v), _key_tile(spec)):
         yield reason
+    elif not _tried_pages(spec) and (spec.page_size % 16 or not 16 <= spec.page_size <= 256):
+        yield (
+            f"page size must be 16 to 256 in steps of 16 but for sm_9x and releases "
+            f"{', '.join(TESTED_RELEASES)}, got {spec.page_size}"
+        )
     # Pages of a tile's size are loaded whole, unwritten keys included. A NaN in these would spread, and a
     # pool of pages can't be copied at each call.
     elif spec.page_size == _key_tile(spec):
         yield f"page size must not be that of a key tile, got {spec.page_size}"
+
+
+def _tried_pages(spec: AttentionSpec) -> bool:
+    """Whether pages of all sizes were tried on such a device, with this release."""
+    return _major(spec) == 9 and (spec.device.simulated or installed() in TESTED_RELEASES)
 
 
 def _gradients(spec: AttentionSpec) -> Iterator[str]:

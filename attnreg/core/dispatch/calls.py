@@ -84,7 +84,8 @@ def plan_for(
         spec = spec_of(query, key, value, call, needs_backward)
         leading = choice.preference if choice is not None else None
         if kind is None:
-            kind = now.keep_kind(key_of_kind, kind_of(now, spec, direction))
+            of_kind = kind_of(now, spec, direction, native.name if native is not None else "")
+            kind = now.keep_kind(key_of_kind, of_kind)
         plan = make_plan(now, kind, kind.key(lengths), spec, direction, native, leading, declined)
     if direction == "forward":
         check_scale(call.scale)

@@ -16,8 +16,11 @@ from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision
 
 
-def kind_of(now: State, spec: AttentionSpec, direction: Direction) -> CallKind:
-    """Return the kind of calls that a spec is one of, with the places where its decisions change."""
+def kind_of(now: State, spec: AttentionSpec, direction: Direction, native: str = "") -> CallKind:
+    """Return the kind of calls that a spec is one of, with the places where its decisions change.
+
+    `native` is the backend whose kernel torch itself has selected.
+    """
     directions = _directions(spec, direction)
     cuts = [*OF_ALL]
     for each in directions:
@@ -25,8 +28,8 @@ def kind_of(now: State, spec: AttentionSpec, direction: Direction) -> CallKind:
             cuts += entry.cuts(spec, each)
         if now.policy.lock is not None:
             cuts += now.policy.lock.cuts(spec, each) or ()
-    if now.policy.tables is not None:
-        cuts += now.policy.tables.cuts(spec.device)
+    if (times := now.policy.times(native)) is not None:
+        cuts += times.cuts(spec.device)
     return CallKind(cuts)
 
 

@@ -24,7 +24,7 @@ from attnreg.core.launching.validation import checked_against_contract
 from attnreg.core.policy import ranks
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
-from attnreg.core.selection.protocols import Times, Turn
+from attnreg.core.selection.protocols import Turn
 from attnreg.core.selection.render import refuse
 from attnreg.core.torchlib import building, captured
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
@@ -166,7 +166,7 @@ def _instrumented(
     plan = Plan(name, kernel, kernel is None, counted, kind=kind, key=key, turn=turn or lasting)
     # What a CUDA graph can't record for want of a first run it may record later.
     is_kept = not spec.capturing and turn is None
-    if is_kept and lasting is None and (alike := _plan_alike(plan)) is not None:
+    if is_kept and not timed.is_on and (alike := _plan_alike(plan)) is not None:
         now.keep(alike)
         return alike
     if kernel is None:
@@ -214,12 +214,6 @@ def _plan_alike(plan: Plan) -> Plan | None:
     return None
 
 
-def _times(policy: Policy, native: str) -> Times | None:
-    """Return the measured times that decide where nothing asks for a backend; None if none do."""
-    leaves_native = native and (policy.only_recording or not policy.by_measurement)
-    return None if leaves_native or policy.lock is not None else policy.adaptive or policy.tables
-
-
 def decide(
     spec: AttentionSpec,
     direction: Direction,
@@ -243,7 +237,7 @@ def decide(
                 _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
     if policy.lock is not None:
         return replayed(policy.lock, spec, direction, entries, policy, native)
-    times = _times(policy, native)
+    times = policy.times(native)
     prediction = times.predict(spec, direction, builders) if times is not None else None
     return select(spec, direction, entries, policy, native, prediction, complete)
 

@@ -14,7 +14,7 @@ from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.registry.entry import SET_ASIDE, Entry
 from attnreg.core.selection.predictions import Prediction, with_sources
-from attnreg.core.selection.protocols import Adaptive, Lock, Tables
+from attnreg.core.selection.protocols import Adaptive, Lock, Tables, Times
 from attnreg.errors import UnsupportedInputError
 
 __all__ = [
@@ -91,6 +91,14 @@ class Policy:
             for preference in self.preferences
             if preference.applies_to(device)
         )
+
+    def times(self, native: str = "") -> Times | None:
+        """Return the measured times that decide where nothing asks for a backend; None if none do.
+
+        `native` is the backend whose kernel torch itself has selected.
+        """
+        leaves_native = native and (self.only_recording or not self.by_measurement)
+        return None if leaves_native or self.lock is not None else self.adaptive or self.tables
 
     def applied_to(self, spec: AttentionSpec) -> AttentionSpec:
         """Return a spec that wasn't made from a call of the program, as calls are decided here."""

@@ -23,12 +23,12 @@ class Times(Protocol):
         `builders` are names in lower case of backends whose first call of each shape counts in full.
         """
 
+    def cuts(self, device: Device) -> tuple[Cut, ...]:
+        """Return the lengths at which a kind of calls may begin to have a prediction, or end to have one."""
+
 
 class Tables(Times, Protocol):
     """The measured tables that settings name, and the tables that ship with attnreg."""
-
-    def cuts(self, device: Device) -> tuple[Cut, ...]:
-        """Return the lengths at which a kind of calls may begin to have a prediction, or end to have one."""
 
     def notes(self, device: Device) -> tuple[str, ...]:
         """Return sentences about the table in force on a device, and why others aren't."""

@@ -122,14 +122,27 @@ def _about_value(message: str, line: str, at: int) -> str:
     begun, ended = re.findall(rf"{_BARE}*$", line[:at])[0], re.findall(rf"^{_BARE}*", rest)[0]
     if not begun and message != "Invalid value":
         return ""
+    if begun and not ended and _is_value(begun):
+        return ""  # what is wrong comes behind it
     word = begun + ended
     if not word:
         return "got nothing, expected a value" if not rest.strip() or rest.lstrip()[0] == "#" else ""
     if word.casefold() in ("true", "false"):
         return f"got {word}, expected {word.casefold()}, in lower case" if word != word.casefold() else ""
+    if re.fullmatch(r"[+-]?\d[\d_]*[eE]?", word):
+        return f"got {word}, expected a value"
     plain = word.strip("\u201c\u201d\u2018\u2019`")
     quotes = "quotes" if plain == word else "straight quotes"
-    return f'got {word}, expected a value; a string needs {quotes}: "{plain}"'
+    quoted = f"'{plain}'" if "\\" in plain else f'"{plain}"'  # in double quotes a backslash escapes
+    return f"got {word}, expected a value; a string needs {quotes}: {quoted}"
+
+
+def _is_value(text: str) -> bool:
+    try:
+        tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
 
 
 def _inside_sentence(text: str) -> str:

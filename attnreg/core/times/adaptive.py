@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.registry.entry import Entry
-from attnreg.core.selection.predictions import Prediction
+from attnreg.core.selection.predictions import Candidate, Prediction
 from attnreg.core.times import job_results
 from attnreg.core.times.environments import environment
 from attnreg.core.times.index import Kinds
@@ -27,7 +28,7 @@ from attnreg.core.times.kinds import kind_of, size_of
 from attnreg.core.times.lookup import predict, predict_both
 from attnreg.core.times.points import Point
 from attnreg.core.times.table import Environment, Table, load
-from attnreg.core.times.tables import NamedTables, file_name
+from attnreg.core.times.tables import CUTS, NamedTables, file_name
 from attnreg.core.times.traces import DIRECTIONS
 from attnreg.core.times.turns import MOST_CALLS, Cell, TimedTurn, Turns, cell_of, lock
 from attnreg.core.torchlib import caches, job_store, locks
@@ -206,6 +207,9 @@ class AdaptiveTimes:
         candidates = tuple(x for x in prediction.candidates if x.backend.casefold() not in builders)
         return replace(prediction, candidates=candidates, notes=(), leads=True, rest=by_table)
 
+    def cuts(self, device: Device) -> tuple[Cut, ...]:
+        return CUTS
+
     def begin(self, spec: AttentionSpec, direction: Direction) -> None:
         if not spec.capturing and _may_have_turns(spec):
             learned = self._here(spec.device)
@@ -235,8 +239,8 @@ class AdaptiveTimes:
         kernel gets these options, and its time ends before results are rescaled.
         """
         spec = spec.unscaled
-        # A table may put those far behind for what they build, but their turns have to end.
-        building = [name for name in able if name.casefold() in left_out]
+        # What they build puts them far behind in a table. Their turns have to end all the same.
+        building = [name for name in _worth_a_turn(able, predicted, left_out) if name.casefold() in left_out]
         names = [name for name in _worth_a_turn(able, predicted) if name not in building]
         if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
@@ -299,8 +303,24 @@ def _may_have_turns(spec: AttentionSpec) -> bool:
     return min(sizes) > 0 and not (special or spec.device.simulated)
 
 
-def _worth_a_turn(able: Sequence[str], predicted: Prediction | None) -> list[str]:
+def _worth_a_turn(
+    able: Sequence[str], predicted: Prediction | None, alone: frozenset[str] = frozenset()
+) -> list[str]:
+    """Return the names that a table doesn't put far behind, or says nothing of.
+
+    `alone` are names in lower case of backends whose kernel counts without what they build.
+    """
     candidates = {name: predicted.of(name) if predicted else None for name in able}
-    costs = {name: candidate.cost_us for name, candidate in candidates.items() if candidate is not None}
+    costs = {
+        name: _kernel_cost(each) if name.casefold() in alone else each.cost_us
+        for name, each in candidates.items()
+        if each is not None
+    }
     most = HOPELESS * min((cost for cost in costs.values() if cost is not None), default=0.0)
-    return [name for name in candidates if name not in costs or 0 <= (costs[name] or most + 1) <= most]
+    behind = {name for name, cost in costs.items() if cost is None or cost > most}
+    return [name for name in able if name not in behind]
+
+
+def _kernel_cost(candidate: Candidate) -> float | None:
+    """Return the microseconds of a call without what the backend builds; None if it must not be chosen."""
+    return None if candidate.cost_us is None else max(candidate.gpu_us, candidate.host_us)

@@ -35,6 +35,8 @@ _logged: set[str] = set()
 
 
 SHIPPED = Path(__file__).parent / "shipped"
+# Times of many queries predict no packed call of few: see `Kinds.index_for`.
+CUTS = (Cut.of("max_q", at=SHORT + 1),)
 # What decides where no table is in force.
 DEFAULT_ORDER = "the default order"
 
@@ -137,7 +139,7 @@ class NamedTables:
         return self._reports[device]
 
     def cuts(self, device: Device) -> tuple[Cut, ...]:
-        return () if self.report(device).in_force is None else (Cut.of("max_q", at=SHORT + 1),)
+        return () if self.report(device).in_force is None else CUTS
 
     def notes(self, device: Device) -> tuple[str, ...]:
         report = self.report(device)

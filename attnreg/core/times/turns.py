@@ -27,9 +27,6 @@ T = TypeVar("T")
 MOST_TURNS, MOST_EACH = 20, 6
 # The calls of a kind after which turns are over, even if some backends lack turns.
 MOST_CALLS = 3 * MOST_TURNS
-# A backend waits for its turns no longer than through so many calls running that are nobody's. Each of them
-# is decided anew, which takes the host a millisecond.
-MOST_IDLE = 8
 # A backend gets no more turns if its best time is above so many times another backend's worst time.
 BEHIND = 1.5
 # The device is kept busy for `SPARE` times the host time of the backend's last turn, which is clamped to
@@ -72,7 +69,6 @@ class Turns:
         failed: the backends among `out` that failed or refused.
         lacks_builders: whether backends got no further turns because they build something for each shape.
         calls: the number of calls that could have been a turn.
-        idle: the number of calls running that were nobody's turn.
         pending: turns that the device hasn't finished: backend, both events, host time, factor.
         point: the result; None before the end.
         closed: whether nothing more is measured.
@@ -90,7 +86,6 @@ class Turns:
     failed: set[str] = field(default_factory=set)
     lacks_builders: bool = False
     calls: int = 0
-    idle: int = 0
     pending: list[tuple[str, Any, Any, float, float]] = field(default_factory=list)
     point: Point | None = None
     closed: bool = False
@@ -107,9 +102,6 @@ class Turns:
             self.backends.setdefault(name, [])
             self.counts.setdefault(name, 0)
         waiting = [name for name in self._waiting() if name in able]
-        self.idle = 0 if waiting else self.idle + 1
-        if self.idle >= MOST_IDLE:
-            self.out |= dict.fromkeys(self._waiting(), "no call came that it can run")
         if not waiting:
             return ""
         name = min(waiting, key=self.counts.__getitem__)

@@ -239,6 +239,7 @@ def test_the_number_of_ranges_is_a_class_of_its_own_above_eight_only_in_calls_wi
 
 
 KEY_TILE = "page size must not be that of a key tile, got {}"
+UNTRIED = "page size must be 16 to 256 in steps of 16 but for sm_9x and releases 4.0.0b36, got {}"
 PAGED = "head dims above 128 must be one of (192, 128), (192, 192), (256, 128), (256, 256) with pages, got {}"
 
 
@@ -246,7 +247,13 @@ PAGED = "head dims above 128 must be one of (192, 128), (192, 192), (256, 128), 
     ("page_size", "fields", "reason"),
     [
         (16, {}, ""),
+        (1, {}, ""),
+        (300, {}, ""),
+        (4096, {"window": (-1, 0)}, ""),
         (128, {}, KEY_TILE),
+        (16, {"device": "sm_100"}, ""),
+        (300, {"device": "sm_100"}, UNTRIED),
+        (8, {"device": "sm_100"}, UNTRIED),
         (16, {"head_dim": 96}, "head_dim must not be 65 to 96 with pages and an open mask, got 96"),
         (16, {"head_dim": 96, "window": (-1, 0)}, ""),
         (128, {"head_dim": 96, "window": (-1, 0)}, KEY_TILE),

@@ -73,12 +73,14 @@ inline bool needs_graph_memory(const at::Tensor& tensor) {
   if (capturing(tensor).value_or(true)) {
     return true;
   }
-  static PyObject* const layout = PyImport_ImportModule("attnreg.core.torchlib.layout");  // for as long as the process lives
+  PyObject* const modules = PyImport_GetModuleDict();  // borrowed, as what is in it
+  PyObject* const layout = PyDict_GetItemString(modules, "attnreg.core.torchlib.layout");
   const Object name = owned(layout ? PyObject_GetAttrString(layout, "GRAPH_TREES") : nullptr);
   if (!name) {
-    throw_error_of_python();
+    PyErr_Clear();  // the process ends
+    return true;
   }
-  return PyDict_GetItem(PyImport_GetModuleDict(), name.get()) != nullptr;  // both borrowed
+  return PyDict_GetItem(modules, name.get()) != nullptr;
 }
 
 // Launch a kernel on offsets, without a wait and without the interpreter's lock: a launch may wait for the device.
