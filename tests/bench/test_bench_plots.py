@@ -114,7 +114,7 @@ def test_a_case_of_calls_with_new_lengths_stands_once_and_its_times_have_three_d
         "\nforward",
     ]
     shown = {text.get_text() for axes in figure.axes for text in axes.texts}
-    assert {"1.32", "1.37", "0.0884", "0.550"} <= shown
+    assert {"1.33", "1.35", "0.0373", "0.505"} <= shown
 
 
 def test_labels_of_times_that_differ_much_do_not_touch_and_long_titles_fit(monkeypatch, tmp_path):
