@@ -123,8 +123,8 @@ def main() -> None:
     options = parser.parse_args()
     show_machine()
     backends, results = options.backends.split(","), []
+    device = torch.device(options.device)
     for shape in SHAPES:
-        device = torch.device(options.device)
         results.append(measure(shape, backends, options.rounds, device, options.by_index))
         save(options.out, results)
     cells = [

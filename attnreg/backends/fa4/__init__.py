@@ -89,7 +89,7 @@ def _untried_batch_invariant(spec: AttentionSpec) -> Iterator[str]:
 
 def _with_sinks(spec: AttentionSpec) -> Iterator[str]:
     """Yield why the package doesn't count the sinks of a call; attnreg then rescales the kernel's results."""
-    if not spec.device.simulated and installed() not in TESTED_RELEASES:
+    if not _has_tested_release(spec):
         yield f"sinks must be None but for releases {', '.join(TESTED_RELEASES)}, got {installed()}"
     if _major(spec) == 12:
         yield "sinks must be None on sm_12x: no gradient of them"
@@ -106,7 +106,7 @@ def _with_ranges(spec: AttentionSpec) -> Iterator[str]:
     dims = spec.head_dim, spec.head_dim_v
     if _major(spec) != 9:
         yield f"compute capability must be 9.0 with key_ranges, {_got(spec)}"
-    elif not spec.device.simulated and installed() not in TESTED_RELEASES:
+    elif not _has_tested_release(spec):
         yield f"key_ranges must be None but for releases {', '.join(TESTED_RELEASES)}, got {installed()}"
     if dims[0] != dims[1] or dims[0] > 128:
         yield f"head dims must be equal and up to 128 with key_ranges, got {dims}"
@@ -137,20 +137,14 @@ def _pages(spec: AttentionSpec) -> Iterator[str]:
         yield "block_table must be None on sm_12x: no paged key-value cache"
     if reason := compiled_kinds.why_no_pages(_major(spec), (spec.head_dim, spec.head_dim_v), _key_tile(spec)):
         yield reason
-    elif not _tried_pages(spec) and (spec.page_size % 16 or not 16 <= spec.page_size <= 256):
-        yield (
-            f"page size must be 16 to 256 in steps of 16 but for sm_9x and releases "
-            f"{', '.join(TESTED_RELEASES)}, got {spec.page_size}"
-        )
+    # Other sizes were tried on Hopper, with these releases.
+    elif spec.page_size not in range(16, 257, 16) and not (_major(spec) == 9 and _has_tested_release(spec)):
+        but_for = f"but for sm_9x and releases {', '.join(TESTED_RELEASES)}"
+        yield f"page size must be 16 to 256 in steps of 16 {but_for}, got {spec.page_size}"
     # Pages of a tile's size are loaded whole, unwritten keys included. A NaN in these would spread, and a
     # pool of pages can't be copied at each call.
     elif spec.page_size == _key_tile(spec):
         yield f"page size must not be that of a key tile, got {spec.page_size}"
-
-
-def _tried_pages(spec: AttentionSpec) -> bool:
-    """Whether pages of all sizes were tried on such a device, with this release."""
-    return _major(spec) == 9 and (spec.device.simulated or installed() in TESTED_RELEASES)
 
 
 def _gradients(spec: AttentionSpec) -> Iterator[str]:
@@ -178,6 +172,11 @@ def _not_yet_compiled(spec: AttentionSpec, direction: str) -> Iterator[str]:
     kinds = {(each, of_lengths) for each in (family, family._replace(as_pages=False))}
     if kinds.isdisjoint(compiled_kinds.have_run):
         yield "this kind of call needs to run once before it can be recorded in a CUDA graph"
+
+
+def _has_tested_release(spec: AttentionSpec) -> bool:
+    """Whether the release there is tested; of a simulated device none is known."""
+    return spec.device.simulated or installed() in TESTED_RELEASES
 
 
 def _got(spec: AttentionSpec) -> str:

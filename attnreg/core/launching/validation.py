@@ -74,7 +74,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
 
 
 def check_same(what: Literal["dtype", "device"], **tensors: Tensor) -> None:
-    """Check that tensors of any shape have one dtype, or are on one device."""
+    """Check that tensors of any shape have the same dtype, or the same device."""
     first, *others = (getattr(tensor, what) for tensor in tensors.values())
     if any(other != first for other in others):
         got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())

@@ -92,13 +92,10 @@ def _malformed(message: str, text: str, file: Path) -> str:
     parts = re.fullmatch(r"(.+) \(at (?:line (\d+), column (\d+)|end of document)\)", message)
     if parts is None:
         return f"{file}: not TOML that can be read: {_inside_sentence(message)}"
-    lines = text.split("\n")
     at_end = parts[2] is None
-    reason = _about_value(
-        parts[1], "" if at_end else lines[int(parts[2]) - 1], 0 if at_end else int(parts[3]) - 1
-    )
-    reason = reason or _inside_sentence(parts[1])
-    if parts[2] is None:
+    line, at = ("", 0) if at_end else (text.split("\n")[int(parts[2]) - 1], int(parts[3]) - 1)
+    reason = _about_value(parts[1], line, at) or _inside_sentence(parts[1])
+    if at_end:
         last = text.rstrip().count("\n") + 1
         return f"{file}:{last}: not TOML: {reason}, at the end"
     return f"{file}:{parts[2]}: not TOML: {reason}"

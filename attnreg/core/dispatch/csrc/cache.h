@@ -298,8 +298,8 @@ inline bool can_answer(const Entry& entry, const Launch& call) {
 // Whether the kernel that copies the values of a packed forward can also clear the output, before the launch. The launcher has
 // to leave the rows that are cleared. It leaves rows that lie in no sequence; a row of a sequence that sees no key it may
 // write. With the same offsets for queries and keys, and a mask that contains the diagonal, as each does, no such row exists.
-inline bool clears_beforehand(const Entry& entry, const Launch& call, bool clears) {
-  return clears && call.is_forward && entry.programs && entry.finite.size() == 1 && !call.used && call.offsets(0).is_same(call.offsets(1));
+inline bool clears_beforehand(const Entry& entry, const Launch& call) {
+  return call.is_forward && entry.programs && entry.finite.size() == 1 && !call.used && call.offsets(0).is_same(call.offsets(1));
 }
 
 // Run a function of Python's, or what it describes, on copies of tensors that have to be finite.
@@ -333,7 +333,7 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
     launch(*entry.op, call, keys, results, spare);
   } else if (entry.addresses) {
     done = launch(*entry.addresses, call, results);
-  } else if (clears_beforehand(entry, call, clears)) {
+  } else if (clears && clears_beforehand(entry, call)) {
     const Blanked blanked{*code, entry.finite[0].first, entry.finite[0].second};
     is_clear = launch(*entry.programs, call, results, &blanked);
     done = is_clear || launch_finite(entry, call, *code, results);
