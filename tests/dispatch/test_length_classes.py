@@ -1,5 +1,6 @@
 """Promises about classes of lengths: what is decided for one call of a class is right for all."""
 
+import collections
 import itertools
 import random
 import types
@@ -22,7 +23,7 @@ from attnreg.core.dispatch.kinds import kind_of
 from attnreg.core.dispatch.planning import decide
 from attnreg.core.dispatch.state import CallKind, Detail
 from attnreg.core.registry.entry import Entry
-from attnreg.core.selection.decision import Policy
+from attnreg.core.selection.decision import Policy, Ranking
 from attnreg.core.times import tables
 from attnreg.core.times.table import load
 from attnreg.testing import classes
@@ -137,6 +138,34 @@ def test_the_shipped_table_predicts_either_all_lengths_of_a_class_or_none(built_
                 assert len(found) == 1, group
                 counts[found.pop()] += 1
     assert min(counts.values()) > kinds // 2
+
+
+@pytest.mark.parametrize("kinds", [40, pytest.param(1_500, marks=pytest.mark.slow)])
+def test_a_ranking_of_one_call_decides_by_times_as_each_call_of_its_class(built_in, kinds):
+    """What `Steps` relies on: of the lengths of a class the times alone are looked up again."""
+    shipped = load(Path(tables.__file__).parent / "shipped" / "nvidia-h200.json")
+    times, draw = tables.NamedTables((tables.Named(shipped, "a test"),), lambda: built_in), random.Random(5)
+    policy, chosen = Policy(tables=times), collections.Counter()
+    for _ in range(kinds):
+        spec = draw_kind(draw).but(device=Device.parse("sm_90"))
+        now = types.SimpleNamespace(entries=built_in, policy=policy)
+        cuts = kind_of(now, spec, "forward").cuts
+        for group in by_class([draw_spec(draw, spec, cuts) for _ in range(CALLS_OF_A_KIND)], cuts):
+            if looks_at_lengths(built_in, group[0]):
+                continue
+            for direction in directions(spec):
+                ranking = Ranking(group[0].of(direction), direction, built_in, policy)
+                for each in group:
+                    prediction = times.predict(each.of(direction), direction)
+                    found = ranking.decision(prediction, complete=False)
+                    expected = decide(each, direction, built_in, policy, complete=False)
+                    assert parts(found) == parts(expected), each
+                    chosen[found.backend] += prediction is not None
+    assert len(chosen) > 2
+
+
+def parts(decision):
+    return decision.backend, decision.source, decision.order, decision.passed_over, decision.refusal
 
 
 @pytest.mark.parametrize("native", ["", "cpu"])

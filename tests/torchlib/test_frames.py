@@ -6,19 +6,25 @@ import functools
 import os
 import warnings
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.processes import forked
+from support.tuned import point, spec_with, table
 from torch._dynamo.types import ConvertFrameReturn
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
 from attnreg import flash_attn
 from attnreg.backends import math
+from attnreg.core import registry
+from attnreg.core.contract.spec import Device
+from attnreg.core.dispatch.state import state
 from attnreg.core.launching.launchers import FunctionLauncher
+from attnreg.core.times.environments import environment
 from attnreg.core.torchlib import frames
 
 PACKAGE = str(Path(attnreg.__file__).parent) + os.sep
@@ -124,6 +130,33 @@ def test_no_frame_of_attnreg_reaches_dynamo(way, request, tmp_path):
         around_calls(tmp_path)
     assert [name for name in seen if not name.startswith(__file__)] == []
     assert f"{__file__}:dense" in seen
+
+
+@pytest.mark.parametrize("way", ["compiled", "python"])
+def test_no_frame_reaches_dynamo_where_times_decide_about_further_lengths(way, request, tmp_path, ran):
+    request.getfixturevalue(f"{way}_routers")
+    request.getfixturevalue("routers")
+    points = [
+        point(spec_with(varlen=varlen, needs_backward=True), direction, math=10.0, cpu=90.0)
+        for varlen in (False, True)
+        for direction in ("forward", "backward")
+    ]
+    here = environment(Device("cpu"), registry.entries())
+    replace(table(*points), environment=here).save(tmp_path / "here.json")
+    attnreg.configure({"tuned": tmp_path / "here.json"})
+
+    def call(length):
+        dense = torch.randn(1, 4, length, 64).bfloat16().requires_grad_()
+        F.scaled_dot_product_attention(dense, dense, dense).sum().backward()
+        packed, ends = dense[0].transpose(0, 1), torch.tensor([0, length], dtype=torch.int32)
+        attnreg.varlen_attn(packed, packed, packed, ends, ends, length, length).sum().backward()
+
+    with hook() as seen:
+        for length in (20, 20, 20, 30, 40, 60, 90):
+            call(length)
+    assert ran() == {"math": (14, 14)}
+    assert [name for name in seen if not name.startswith(__file__)] == []
+    assert any(kind.steps for kind in state().kinds.values())
 
 
 def test_no_frame_of_a_backend_of_the_programs_own_reaches_dynamo(compiled_routers, routers):

@@ -16,10 +16,12 @@ from support.tuned import point, spec_with, table, took
 import attnreg
 from attnreg.backends import math as math_backend
 from attnreg.core import registry
+from attnreg.core.contract.lengths import Lengths
 from attnreg.core.contract.spec import Device
-from attnreg.core.dispatch import calls, planning
+from attnreg.core.dispatch import calls, planning, timed
 from attnreg.core.dispatch.planning import Native
-from attnreg.core.dispatch.state import FEW_SHAPES, state
+from attnreg.core.dispatch.state import FEW_SHAPES, Detail, state
+from attnreg.core.dispatch.steps import Steps
 from attnreg.core.policy import current as policy
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times import tables
@@ -27,6 +29,7 @@ from attnreg.core.times.environments import environment
 from attnreg.core.times.lookup import predict_both
 from attnreg.core.times.points import Measured
 from attnreg.core.times.tables import file_name
+from attnreg.core.times.turns import MOST_CALLS
 from attnreg.errors import ConfigError
 from attnreg.tools.tuning.workload import unmeasurable
 
@@ -235,7 +238,9 @@ def test_of_ever_new_shapes_a_few_are_decided_one_by_one(here, lengths_decided, 
     for length in range(210, 240):
         call(length + longer * (length % 2))
     assert ran() == {"second": (30, 0)}
-    assert lengths_decided[FEW_SHAPES:] == ([210, 911] if longer else [210])
+    call(300)
+    assert ran() == {"second": (1, 0)}
+    assert lengths_decided[FEW_SHAPES:] == [210]  # of further steps the times alone were looked up
 
 
 @pytest.mark.parametrize("lengths", [(16, 17), (17, 16)], ids=str)
@@ -250,16 +255,29 @@ def test_lengths_that_a_table_covers_are_decided_by_it_whatever_lengths_came_fir
         assert ran() == {"first" if length == 16 else "second": (3, 0)}
 
 
+@pytest.fixture
+def decided_in_full(monkeypatch):
+    """Return the longest queries of the calls that are decided in full, as they come."""
+    longest, make_plan = [], calls.make_plan
+    monkeypatch.setattr(
+        calls, "make_plan", lambda *given: longest.append(given[3].max_q) or make_plan(*given)
+    )
+    return longest
+
+
+STEPS = 120, 150, 200, 900, 1100, 1600, 60  # each another
+
+
 def test_what_a_step_of_lengths_chooses_is_checked_once_for_all_steps_with_that_choice(
-    here, routers, ran, monkeypatch
+    here, routers, ran, monkeypatch, decided_in_full
 ):
-    decided, make_plan = [], calls.make_plan
+    looked_up, plan_for = [], Steps.plan_for
 
-    def deciding(*given):
-        decided.append(given[3].max_q)
-        return make_plan(*given)
+    def looking_up(steps, lengths):
+        looked_up.append(lengths.max_q)
+        return plan_for(steps, lengths)
 
-    monkeypatch.setattr(calls, "make_plan", deciding)
+    monkeypatch.setattr(Steps, "plan_for", looking_up)
     checked, check = [], planning.checked_against_contract
 
     def checking(kernel, direction, backend, *rest):
@@ -274,13 +292,206 @@ def test_what_a_step_of_lengths_chooses_is_checked_once_for_all_steps_with_that_
             for length, (first, second) in sizes.items()
         ))
     )  # fmt: skip
-    steps = (120, 150, 200, 900, 1100, 1600, 60)  # each another
-    for length in steps:
+    for length in STEPS:
         call(length)
         call(length)
     assert ran() == {"first": (8, 0), "second": (6, 0)}
-    assert decided == [*steps]
+    # Of all others the times alone are looked up, once.
+    assert decided_in_full == [120, 900]
+    assert [length for length in looked_up if length != 900] == [150, 200, 1100, 1600, 60]
     assert checked == ["first", "second"]
+
+
+def test_further_steps_that_torchs_own_kernel_runs_are_not_decided_in_full(
+    here, routers, ran, decided_in_full
+):
+    sizes = {128: (10.0, 40.0), 1024: (900.0, 200.0)}
+    attnreg.configure(
+        here(*(
+            point(spec_with(length), cpu=own, first=first, second=990.0)
+            for length, (own, first) in sizes.items()
+        ))
+    )  # fmt: skip
+    for length in STEPS:
+        call(length)
+    assert ran() == {"cpu": (4, 0), "first": (3, 0)}
+    assert decided_in_full == [120, 900]
+
+
+def test_torchs_own_kernel_keeps_its_place_before_measured_backends_in_further_steps(
+    here, routers, ran, decided_in_full
+):
+    """If it has no times, it comes first, as torch's selector has chosen it."""
+    attnreg.configure(here(first=10.0, second=20.0))
+    for length in STEPS:
+        call(length)
+    assert ran() == {"cpu": (7, 0)}
+    assert decided_in_full == [120]
+
+
+def test_further_steps_count_the_fallback_from_what_is_asked_for(here, routers, ran, fake, decided_in_full):
+    attnreg.configure(here(cpu=90.0, first=10.0, second=40.0))
+    with attnreg.register_backend(fake("narrow", head_dim=attnreg.Range(8, 8)).backend):
+        for length in STEPS:
+            call(length)
+    assert [(row.backend, row.count) for row in attnreg.stats().fallbacks] == [("narrow", 7)]
+    assert ran() == {"first": (7, 0)}
+    assert decided_in_full == [120]
+
+
+def test_further_steps_count_the_fallback_from_a_scoped_choice(
+    here, known, routers, ran, fake, monkeypatch, decided_in_full
+):
+    narrow = fake("narrow", head_dim=attnreg.Range(8, 8)).backend
+    know(monkeypatch, *(entry.backend for entry in known.values()), narrow)
+    attnreg.configure(here(cpu=90.0, first=10.0, second=40.0))
+    with attnreg.use_backend("narrow"):
+        for length in STEPS:
+            call(length)
+    assert [(row.backend, row.count) for row in attnreg.stats().fallbacks] == [("narrow", 7)]
+    assert ran() == {"first": (7, 0)}
+    assert decided_in_full == [120]
+
+
+def test_further_steps_have_turns_of_their_own(here, routers, ran):
+    """By `policy = "adaptive"`, also where a table predicts their times."""
+    attnreg.configure(here(cpu=9.0, first=10.0, second=10.0, third=10.0, settings='policy = "adaptive"\n'))
+    for _ in range(MOST_CALLS):
+        call(120)
+    ran()
+    for _ in range(4):
+        call(900)
+    assert ran() == dict.fromkeys(("cpu", "first", "second", "third"), (1, 0))
+
+
+def test_further_steps_of_timed_calls_have_rows_of_their_own(here, routers, monkeypatch, tmp_path):
+    monkeypatch.setattr(timed, "_plans", {})
+    monkeypatch.setenv("ATTNREG_REPORT", str(tmp_path / "report.jsonl"))
+    attnreg.configure(here(cpu=90.0, first=10.0, second=40.0))
+    for length in STEPS:
+        call(length)
+        call(length)
+    rows = timed.to_dict()["plans"]
+    assert [(row["spec"]["max_q"], row["calls"]) for row in rows] == [(length, 2) for length in STEPS]
+    monkeypatch.delenv("ATTNREG_REPORT")
+    attnreg.reload()
+    state()
+    assert not timed.is_on
+
+
+def test_a_step_keeps_its_plan_whatever_its_other_lengths_would_choose(here, ran):
+    """Also if the call cache asks again: bits must not depend on alignment, or on what was dropped."""
+    sizes = {192: (10.0, 20.0), 255: (20.0, 10.0)}
+    attnreg.configure(
+        here(*(
+            point(spec_with(length), cpu=990.0, first=first, second=second)
+            for length, (first, second) in sizes.items()
+        ))
+    )  # fmt: skip
+    call(130)
+    call(195)
+    (steps,) = (steps for kind in state().kinds.values() for steps in kind.steps.values())
+    assert attnreg.explain(spec_with(250, batch=1, tokens_q=250, tokens_k=250)).backend == "second"
+    assert steps(1, 250, 250, 250, 250)[0].call == ("first", "forward")
+    call(250)
+    assert ran() == {"first": (3, 0)}
+
+
+def test_further_steps_run_on_what_replaces_torchs_kernel_at_their_lengths(
+    here, known, python_routers, routers, fake, ran
+):
+    """Also if the backend reads lengths that it doesn't declare, and hadn't loaded for the first step."""
+    own = fake("cpu")
+    kernels = own.backend.load()._replace(replaces_native=lambda direction, spec: spec.max_q >= 200)
+    known["cpu"] = Entry("cpu", "a test", dataclasses.replace(own.backend, load=lambda: kernels))
+    sizes = {24: (10.0, 40.0), 64: (40.0, 10.0), 512: (400.0, 100.0)}
+    attnreg.configure(
+        here(*(point(spec_with(length), first=first, cpu=cpu) for length, (first, cpu) in sizes.items()))
+    )
+    for length in (24, 64, 80, 250, 300, 420):
+        call(length)
+    assert ran() == {"first": (1, 0), "cpu": (5, 0)}
+    assert [given[0].shape[1] for given in own.forwards] == [250, 300, 420]
+
+
+def test_captured_calls_have_no_further_steps(here, monkeypatch, ran):
+    """None of their plans is kept, so that each would look for one."""
+    attnreg.configure(here(cpu=90.0, first=10.0, second=40.0))
+    described = calls.spec_of
+    monkeypatch.setattr(calls, "spec_of", lambda *given: described(*given).but(capturing=True))
+    call(120)
+    call(200)
+    assert ran() == {"first": (2, 0)}
+    assert [kind.steps for kind in state().kinds.values()] == [{}]
+
+
+def test_where_more_than_steps_counts_by_now_no_further_step_is_chosen(here, ran):
+    """The call cache may ask about such a class until it has an entry of it."""
+    attnreg.configure(here(cpu=90.0, first=10.0, second=40.0))
+    call(120)
+    (kind,) = (kind for kind in state().kinds.values() if kind.steps)
+    ((place, steps),) = kind.steps.items()
+    lengths = Lengths(1, 200, 200, 200, 200)
+    assert steps(*lengths)[0].call == ("first", "forward")
+    kind.details[place] = Detail.EXACT
+    call(150)
+    assert {plan.key[1] for plan in kind.plans.values()} == {Detail.STEPS, Detail.EXACT}
+    assert steps(*lengths) is None
+
+
+def test_steps_of_training_are_chosen_by_the_times_of_both_directions(here, ran, decided_in_full):
+    """Packed calls of ever new lengths, forward and backward: values, and which backend ran."""
+    sizes = {24: (10.0, 40.0), 200: (900.0, 200.0)}
+    attnreg.configure(
+        here(*(
+            point(spec_with(length, varlen=True, needs_backward=True), direction, first=first, second=second)
+            for length, (first, second) in sizes.items()
+            for direction in ("forward", "backward")
+        ))
+    )  # fmt: skip
+
+    def gradients(length, backend=None):
+        generator = torch.Generator().manual_seed(length)
+        made = [torch.randn(2 * length, 4, 64, generator=generator) for _ in range(3)]
+        inputs = [x.bfloat16().requires_grad_() for x in made]
+        ends = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+        out = attnreg.varlen_attn(*inputs, ends, ends, length, length, backend=backend)
+        return [out.detach(), *torch.autograd.grad(out, inputs, out.detach())]
+
+    steps = 20, 30, 40, 180, 220, 300, 50  # each another
+    results = {length: gradients(length) for length in steps}
+    assert ran() == {"first": (4, 4), "second": (3, 3)}
+    assert decided_in_full == [20, 20, 180, 180]
+    for length in (20, 40, 300):
+        torch.testing.assert_close(results[length], gradients(length, backend="math"))
+
+
+def test_a_step_whose_choice_builds_for_each_shape_is_decided_by_its_shape(
+    here, lengths_decided, routers, ran
+):
+    """Also if other steps of the class have come before."""
+    sizes = {128: (took(40.0, 0.0, 0.05), took(10.0)), 1024: (took(200.0, 0.0, 0.05), took(900.0))}
+    points = [
+        point(spec_with(length), cpu=990.0, first=first, second=second)
+        for length, (first, second) in sizes.items()
+    ]
+    attnreg.configure(here(*points))
+    for length in (120, 200, 900, 901, 250):
+        call(length)
+        call(length)
+    assert ran() == {"first": (4, 0), "second": (6, 0)}
+    assert lengths_decided == [120, 900, 901, 250]
+
+
+def test_a_step_that_comes_after_a_change_is_decided_by_the_change(here, routers, ran):
+    attnreg.configure(here(cpu=90.0, first=10.0, second=40.0))
+    call(120)
+    with attnreg.register_backend("third"):
+        call(200)
+    with attnreg.use_backend("second"):
+        call(300)
+    call(400)
+    assert ran() == {"first": (2, 0), "third": (1, 0), "second": (1, 0)}
 
 
 @pytest.fixture

@@ -146,9 +146,9 @@ def reads_of(look: Callable[[AttentionSpec], object], spec: AttentionSpec) -> fr
 
 
 def step_of(length: int) -> int:
-    """Return the number of the step, in powers of the root of 2, that a length lies in.
+    """Return the number of the step that a length lies in. Steps begin at powers of 2, and at 1.5 of them.
 
-    In whole numbers, so that C++ has the same: two steps for each bit, the second from 1.5 times on.
+    It is computed in whole numbers, so that C++ has the same.
     """
     bits = length.bit_length()
     return 2 * bits + (length >> max(bits - 2, 0) & 1 if bits > 1 else 0)

@@ -25,7 +25,7 @@ from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut
 from attnreg.core.contract.options import options_on
 from attnreg.core.dispatch import counters, scope, stats_file
-from attnreg.core.dispatch.state import Detail, Plan
+from attnreg.core.dispatch.state import Detail, FurtherSteps, Plan
 from attnreg.core.launching import offsets, rows
 from attnreg.core.launching.launchers import Launcher, places_of, takes_options
 from attnreg.core.launching.memory import inputs_of
@@ -100,6 +100,11 @@ class Kept(NamedTuple):
         """The number of the `Detail` of the call's class of lengths; C++ needs no reason for `SHAPES`."""
         detail = Detail.CLASS if self.plan.kind is None else self.plan.kind.detail_of(self.plan.key)
         return int(min(detail, Detail.EXACT))
+
+    @property
+    def steps(self) -> FurtherSteps | None:
+        """What decides about further steps of the call's class, where steps count."""
+        return None if self.plan.kind is None else self.plan.kind.steps_of(self.plan.key)
 
 
 def kept_for(

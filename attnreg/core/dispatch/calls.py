@@ -78,6 +78,8 @@ def plan_for(
     lengths = lengths_of(query, key, call)
     plan_key = () if kind is None else kind.key(lengths)
     plan = None if kind is None else kind.plans.get(plan_key)
+    if plan is None and kind is not None and (steps := kind.steps_of(plan_key)) is not None:
+        plan = steps.plan_for(lengths)
     if plan is None:
         if bhsd:
             query, key, value = to_bshd(query, key, value, call)

@@ -20,10 +20,19 @@ from attnreg.core.dispatch import counters, timed, trace
 from attnreg.core.dispatch.declined import NOBODY, Declined, JudgedEntry, with_reasons
 from attnreg.core.dispatch.kinds import builders, refined_key
 from attnreg.core.dispatch.state import CallKind, Detail, Plan, State
+from attnreg.core.dispatch.steps import Steps
 from attnreg.core.launching.validation import checked_against_contract
 from attnreg.core.policy import ranks
 from attnreg.core.registry.entry import Entry
-from attnreg.core.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
+from attnreg.core.selection.decision import (
+    BATCH_INVARIANT,
+    Decision,
+    Policy,
+    Preference,
+    Ranking,
+    replayed,
+    select,
+)
 from attnreg.core.selection.protocols import Turn
 from attnreg.core.selection.render import refuse
 from attnreg.core.torchlib import building, captured
@@ -112,6 +121,7 @@ def make_plan(
         # Another thread has forgotten all decisions while this one was made, by other costs.
         kind.forget()
         return make_plan(now, kind, kind.key(Lengths.of(spec)), spec, direction, native, leading, declined)
+    _keep_steps(now, kind, key, spec, direction, native, leading)
     return _instrumented(now, kind, key, spec, direction, settled, seconds)
 
 
@@ -146,6 +156,28 @@ def _decide_and_load(
     return _Settled((*decisions, decision), entries, kernel, turn, torchs)
 
 
+def _keep_steps(
+    now: State,
+    kind: CallKind,
+    key: tuple[object, ...],
+    spec: AttentionSpec,
+    direction: Direction,
+    native: Native | None,
+    leading: Preference | None,
+) -> None:
+    """Keep a `Steps` for a call's class, unless more than times differs between its steps of lengths."""
+    policy, name = now.policy.with_first(leading), native.name if native is not None else ""
+    times = policy.times(name)
+    # Turns are given out, timed calls have rows of their own, and captured calls keep no plan.
+    takes_more = policy.adaptive is not None or timed.is_on or spec.capturing
+    if takes_more or times is None or kind.detail_of(key) is not Detail.STEPS or key[:1] in kind.steps:
+        return
+    offered = entries_with_native(native, now.entries)
+    ranking = Ranking(spec.of(direction), direction, offered, policy, name)
+    is_native = functools.partial(_leaves_to_native, native, direction, now.entries)
+    kind.steps[key[:1]] = Steps(now, kind, spec, direction, ranking, times, is_native)
+
+
 def _instrumented(
     now: State,
     kind: CallKind,
@@ -166,8 +198,7 @@ def _instrumented(
     plan = Plan(name, kernel, kernel is None, counted, kind=kind, key=key, turn=turn or lasting)
     # What a CUDA graph can't record for want of a first run it may record later.
     is_kept = not spec.capturing and turn is None
-    if is_kept and not timed.is_on and (alike := _plan_alike(plan)) is not None:
-        now.keep(alike)
+    if is_kept and (alike := _kept_alike(now, plan)) is not None:
         return alike
     if kernel is None:
         log_fallbacks()
@@ -198,20 +229,18 @@ def _instrumented(
     return plan._replace(kernel=checked, is_checked=False)
 
 
-def _plan_alike(plan: Plan) -> Plan | None:
-    """Return a plan of the same class of lengths as one for a plan's step of lengths; None if there is none.
+def _kept_alike(now: State, plan: Plan) -> Plan | None:
+    """Keep the plan of another step of lengths with the same choice in the place of a plan; None without one.
 
-    Times choose a backend for each step. All else is the same for a whole class: whether a backend can run
-    the calls, what is adapted, what is counted. So the first call of another step with the same choice is
-    neither checked nor logged again.
+    Its results were checked. Timed calls have a plan for each step, which has their times.
     """
-    kind, key = plan.kind, plan.key
-    if kind is None or kind.detail_of(key) is not Detail.STEPS:
+    kind = plan.kind
+    if kind is None or timed.is_on or kind.detail_of(plan.key) is not Detail.STEPS:
         return None
-    for other in list(kind.plans.values()):
-        if other.key[:2] == key[:2] and (other.backend, other.counters) == (plan.backend, plan.counters):
-            return other._replace(key=key) if other.is_native is plan.is_native else None
-    return None
+    alike = kind.plan_alike(plan.key, plan.backend, plan.counters, plan.is_native)
+    if alike is not None:
+        now.keep(alike)
+    return alike
 
 
 def decide(
@@ -379,6 +408,22 @@ def _in_turn(
         if decision.backend != turn.backend:
             turn.give_up("it doesn't load")
     return decision, kernel, turn
+
+
+def _leaves_to_native(
+    native: Native | None,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    spec: AttentionSpec,
+    backend: str,
+) -> bool:
+    """Whether torch's own kernel runs a call for which its name, or a backend of its name, was chosen."""
+    if native is None or backend != native.name:
+        return False
+    name = backend.casefold()
+    if entries_with_native(native, entries)[name].adaptations(spec, direction):
+        return False
+    return _faster_than_native(spec, direction, entries.get(name)) is None
 
 
 def _faster_than_native(

@@ -6,7 +6,7 @@ import enum
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -154,6 +154,16 @@ class Detail(enum.IntEnum):
     SHAPES = 3
 
 
+class FurtherSteps(Protocol):
+    """What decides about further steps of a class of lengths: `steps.Steps`."""
+
+    def plan_for(self, lengths: Lengths) -> Plan | None:
+        """Return the plan for lengths in such a step; None if it has to be decided in full."""
+
+    def __call__(self, *lengths: int) -> tuple[counters.Counter, ...] | None:
+        """Return that plan's counters."""
+
+
 class CallKind:
     """One kind of calls: its classes of lengths, and the plans made so far.
 
@@ -166,15 +176,17 @@ class CallKind:
             of shapes for which a backend has built something while backends take turns. A program that
             brings more than `FEW_SHAPES` is likely to bring ever new shapes.
         brings_new_shapes: whether more have come. What a backend builds for a shape counts in full then.
+        steps: by class of lengths, what decides about further steps, for as long as steps count there.
     """
 
-    __slots__ = ("brings_new_shapes", "cuts", "details", "plans", "shapes")
+    __slots__ = ("brings_new_shapes", "cuts", "details", "plans", "shapes", "steps")
 
     def __init__(self, cuts: Iterable[Cut] = ()) -> None:
         self.cuts = tuple(dict.fromkeys(cuts))
         self.plans: dict[tuple[object, ...], Plan] = {}
         self.details: dict[tuple[object, ...], Detail] = {}
         self.shapes, self.brings_new_shapes = set[tuple[object, ...]](), False
+        self.steps: dict[tuple[object, ...], FurtherSteps] = {}
 
     def key(self, lengths: Lengths) -> tuple[object, ...]:
         """Return what the plan of a call of this kind is kept under."""
@@ -221,6 +233,23 @@ class CallKind:
         """Forget all plans, and what counts in each class."""
         self.plans, self.details = {}, {}
         registry.forget_calls()
+
+    def steps_of(self, key: tuple[object, ...]) -> FurtherSteps | None:
+        """Return what decides about further steps of a key's class; None unless steps count there."""
+        return self.steps.get(key[:1]) if self.detail_of(key) is Detail.STEPS else None
+
+    def plan_alike(
+        self, key: tuple[object, ...], backend: str, counted: tuple[counters.Counter, ...], is_native: bool
+    ) -> Plan | None:
+        """Return a plan of a key's class with such a choice, under the key; None if there is none.
+
+        See `steps`: what it has of the calls holds for all steps of the class.
+        """
+        for plan in list(self.plans.values()):
+            choice = plan.backend, plan.counters, plan.is_native
+            if plan.key[:2] == key[:2] and choice == (backend, counted, is_native):
+                return plan._replace(key=key)
+        return None
 
 
 def _detailed(place: tuple[object, ...], detail: Detail, lengths: Lengths) -> tuple[object, ...]:

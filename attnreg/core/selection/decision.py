@@ -22,6 +22,7 @@ __all__ = [
     "Decision",
     "Policy",
     "Preference",
+    "Ranking",
     "default_source",
     "replayed",
     "select",
@@ -171,10 +172,10 @@ def select(
     By `policy = "batch_invariant"` no other backend runs a call than runs such calls of any batch: it would
     give a sequence other bits.
     """
-    here = _selected(spec, direction, entries, policy, native, prediction, complete)
+    here = Ranking(spec, direction, entries, policy, native).decision(prediction, complete)
     if here.backend is None or spec.empty or not spec.batch_invariant:
         return here
-    usual = _selected(spec.of_any_batch(), direction, entries, policy, complete=False)
+    usual = Ranking(spec.of_any_batch(), direction, entries, policy).decision(complete=False)
     # A backend that was set aside may have run such calls before.
     aside = next((name for name in here.order[: here.order.index(here.backend)] if _is_aside(here, name)), "")
     expected = aside or usual.backend
@@ -217,53 +218,68 @@ def _preferred(wanted: Iterable[Preference], known: Container[str]) -> dict[str,
     return ranked
 
 
-def _selected(
-    spec: AttentionSpec,
-    direction: Direction,
-    entries: Mapping[str, Entry],
-    policy: Policy,
-    native: str = "",
-    prediction: Prediction | None = None,
-    complete: bool = True,
-) -> Decision:
-    spec = spec.unscaled
-    wanted = [each for each in policy.preferences if each.names and each.applies_to(spec.device)]
-    only = next((preference for preference in wanted if preference.exclusive), None)
+class Ranking:
+    """The backends for one direction of a call, as they rank before times are looked up.
 
-    def reasons_of(name: str) -> tuple[str, ...]:
-        return _reasons(entries[name], spec, direction, policy, only)
+    It is the same for all lengths of a class. `decision` is given the times that are predicted for some.
 
-    reasons = _Reasons(reasons_of)
-    # Every backend, the first choice first, with the source of its position.
-    ranked = _preferred(wanted, entries)
-    preferred = set(ranked)
-    entries = {name: entry for name, entry in entries.items() if name in preferred or not entry.on_request}
-    ranks = {name: (entry.installed, -entry.priority(spec)) for name, entry in entries.items()}
-    order = sorted(entries, key=lambda name: (name != native.casefold(), ranks[name], name))
-    for name, source in with_sources(order, reasons, prediction, default_source(spec)).items():
-        ranked.setdefault(name, source)
-    may = (name for name in ranked if (only is None or ranked[name] == only.source) and name in reasons)
-    chosen = next(may, None)
-    source = ranked[chosen] if chosen else ""
-    shown = {name: entries[name].name for name in ranked}
-    before = tuple(takewhile(lambda name: name != chosen, ranked))
-    for name in ranked if complete else before:
-        reasons[name]
-    return Decision(
-        direction=direction,
-        backend=shown[chosen] if chosen and not _refusal(wanted, only, policy.strict, source) else None,
-        source=source,
-        rejected={shown[name]: reasons.known[name] for name in ranked if reasons.known.get(name)},
-        passed_over=tuple(
-            shown[name]
-            for name in before
-            if reasons[name] and (name in preferred or _serves(entries[name], spec))
-        ),
-        order=tuple(shown.values()),
-        asked_for=tuple(shown[name] for name in ranked if name in preferred),
-        refusal=_refusal(wanted, only, policy.strict, source),
-        predicted=prediction,
-    )
+    Args:
+        spec, direction, entries, policy, native: as for `select`.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        direction: Direction,
+        entries: Mapping[str, Entry],
+        policy: Policy,
+        native: str = "",
+    ) -> None:
+        spec = spec.unscaled
+        self._spec, self._direction, self._policy = spec, direction, policy
+        self._wanted = [each for each in policy.preferences if each.names and each.applies_to(spec.device)]
+        self._only = next((preference for preference in self._wanted if preference.exclusive), None)
+        # The backends that are asked for, the first choice first, with the source of each's position.
+        self._preferred = _preferred(self._wanted, entries)
+        self._entries = {
+            name: entry for name, entry in entries.items() if name in self._preferred or not entry.on_request
+        }
+        ranks = {name: (entry.installed, -entry.priority(spec)) for name, entry in self._entries.items()}
+        self._order = sorted(ranks, key=lambda name: (name != native.casefold(), ranks[name], name))
+        self._reasons = _Reasons(
+            lambda name: _reasons(self._entries[name], spec, direction, policy, self._only)
+        )
+
+    def decision(self, prediction: Prediction | None = None, complete: bool = True) -> Decision:
+        """Choose a backend; `prediction` and `complete` are as for `select`."""
+        wanted, reasons, entries = self._wanted, self._reasons, self._entries
+        ranked, only, strict = dict(self._preferred), self._only, self._policy.strict
+        sources = with_sources(self._order, reasons, prediction, default_source(self._spec))
+        for name, source in sources.items():
+            ranked.setdefault(name, source)
+        may = (name for name in ranked if (only is None or ranked[name] == only.source) and name in reasons)
+        chosen = next(may, None)
+        source = ranked[chosen] if chosen else ""
+        shown = {name: entries[name].name for name in ranked}
+        before = tuple(takewhile(lambda name: name != chosen, ranked))
+        for name in ranked if complete else before:
+            reasons[name]
+        refusal = _refusal(wanted, only, strict, source)
+        return Decision(
+            direction=self._direction,
+            backend=shown[chosen] if chosen and not refusal else None,
+            source=source,
+            rejected={shown[name]: reasons.known[name] for name in ranked if reasons.known.get(name)},
+            passed_over=tuple(
+                shown[name]
+                for name in before
+                if reasons[name] and (name in self._preferred or _serves(entries[name], self._spec))
+            ),
+            order=tuple(shown.values()),
+            asked_for=tuple(shown[name] for name in ranked if name in self._preferred),
+            refusal=refusal,
+            predicted=prediction,
+        )
 
 
 def default_source(spec: AttentionSpec) -> str:
@@ -318,7 +334,7 @@ def replayed(
     """
     row, name = lock.expected(spec, direction)
     # Without a prediction: a table isn't a preference, so it can't contradict the lock.
-    decision = _selected(spec, direction, entries, policy, native)
+    decision = Ranking(spec, direction, entries, policy, native).decision()
     if decision.refusal:
         return decision
     preferred = decision.source in {preference.source for preference in policy.preferences}

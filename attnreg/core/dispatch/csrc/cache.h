@@ -156,20 +156,32 @@ struct PlaceHash {
   }
 };
 
+// How much of the lengths matters in a class, and `steps.Steps` of Python's for further steps of lengths, or nothing.
+struct OfClass {
+  Detail detail = Detail::kClass;
+  Object steps{};
+};
+
 struct KindOfCall {
   Classes classes;
   std::unordered_map<Place, std::shared_ptr<const Entry>, PlaceHash> entries;
-  std::unordered_map<Place, Detail, PlaceHash> details;  // of the classes of which more counts
+  std::unordered_map<Place, OfClass, PlaceHash> details;  // of the classes of which more counts
 
   Place place_of(const Lengths& lengths) const {
     Place place = classes.place_of(lengths);
     if (!details.empty()) {
       const auto detail = details.find(place);
       if (detail != details.end()) {
-        append(lengths, detail->second, place);
+        append(lengths, detail->second.detail, place);
       }
     }
     return place;
+  }
+
+  // What decides about lengths in a new step; nothing where it isn't steps that count.
+  Object steps_of(const Lengths& lengths) const {
+    const auto detail = details.find(classes.place_of(lengths));
+    return detail == details.end() ? nullptr : detail->second.steps;
   }
 };
 
@@ -202,7 +214,8 @@ struct LookedUp {
   std::shared_ptr<const Entry> entry{};
 };
 
-inline LookedUp look_up(const Key& key, const Lengths& lengths) {
+// Look an entry up. Where there is none, `steps` becomes what decides about further steps of the class, if anything does.
+inline LookedUp find(const Key& key, const Lengths& lengths, Object& steps) {
   const std::shared_lock lock(guard);
   if (key.empty()) {
     return {cache.generation};
@@ -212,7 +225,67 @@ inline LookedUp look_up(const Key& key, const Lengths& lengths) {
     return {cache.generation};
   }
   const auto entry = kind->second.entries.find(kind->second.place_of(lengths));
-  return {cache.generation, entry == kind->second.entries.end() ? nullptr : entry->second};
+  if (entry != kind->second.entries.end()) {
+    return {cache.generation, entry->second};
+  }
+  steps = kind->second.steps_of(lengths);
+  return {cache.generation};
+}
+
+// Whether an entry counts a call by these counters of Python's. They are those of the backend's calls, and of each fallback and
+// its reasons: in a class they are the same only for the same choice.
+inline bool counts_by(const Entry& entry, PyObject* counters) {
+  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(counters));
+  for (size_t i = 0; i < count && i < entry.tallies.size(); i++) {
+    if (entry.tallies[i]->counter != PyTuple_GET_ITEM(counters, static_cast<Py_ssize_t>(i))) {
+      return false;
+    }
+  }
+  return count == entry.tallies.size();
+}
+
+// Have Python choose for lengths in a further step, by times alone, and keep the entry of a step of the class with the same
+// choice. Nothing if no step has made it, its entry isn't final or launches on addresses, or something changed meanwhile:
+// Python then runs the call.
+[[gnu::cold, gnu::noinline]] inline std::shared_ptr<const Entry> chosen_for_step(
+    const Key& key, const Lengths& lengths, uint64_t generation, PyObject* steps) {
+  const WithGil gil;
+  std::vector<Object> numbers;
+  for (const int64_t number : lengths.numbers) {
+    numbers.push_back(owned(PyLong_FromLongLong(number)));
+  }
+  const Object counters = call_python(steps, numbers);
+  if (counters.get() == Py_None) {
+    return nullptr;
+  }
+  TORCH_CHECK_TYPE(PyTuple_Check(counters.get()), "steps: got a ", Py_TYPE(counters.get())->tp_name, ", expected a tuple");
+  const std::unique_lock lock(guard);
+  const auto kind = cache.kinds.find(key);
+  if (generation != cache.generation || kind == cache.kinds.end() || cache.entries >= kMostEntries) {
+    return nullptr;
+  }
+  auto& entries = kind->second.entries;
+  const Place of_class = kind->second.classes.place_of(lengths), place = kind->second.place_of(lengths);
+  for (const auto& [other, entry] : entries) {
+    const bool is_of_class = other.size() == place.size() && std::equal(of_class.begin(), of_class.end(), other.begin());
+    // A launcher on addresses keeps the few newest launches, which steps would take from each other.
+    if (is_of_class && entry->is_final && !entry->addresses && counts_by(*entry, counters.get())) {
+      const std::shared_ptr<const Entry> chosen = entry;
+      cache.entries += entries.emplace(place, chosen).second;
+      return chosen;
+    }
+  }
+  return nullptr;
+}
+
+// Look an entry up; for lengths in a further step Python may choose it.
+inline LookedUp look_up(const Key& key, const Lengths& lengths) {
+  Object steps;
+  LookedUp looked_up = find(key, lengths, steps);
+  if (steps) {
+    looked_up.entry = chosen_for_step(key, lengths, looked_up.generation, steps.get());
+  }
+  return looked_up;
 }
 
 inline void erase(const Key& key, const Lengths& lengths) {
@@ -229,9 +302,11 @@ inline void erase(const Key& key, const Lengths& lengths) {
 
 // Keep an entry for the class of a call's lengths, and for what counts of them in it.
 inline void keep(
-    const Key& key, const Lengths& lengths, uint64_t generation, const Classes& classes, Detail detail, std::shared_ptr<const Entry> entry) {
+    const Key& key, const Lengths& lengths, uint64_t generation, const Classes& classes, OfClass of_class, std::shared_ptr<const Entry> entry) {
+  // Destroyed after the lock is released, as `of_class` and `entry` are, which take what was there.
   decltype(cache.kinds) dropped;
   decltype(KindOfCall::entries) dropped_entries;
+  decltype(KindOfCall::details) dropped_details;
   const std::unique_lock lock(guard);
   if (generation != cache.generation || key.empty()) {
     return;
@@ -243,14 +318,15 @@ inline void keep(
   KindOfCall& kind = cache.kinds[key];
   if (kind.classes.add(classes)) {  // other classes than before
     std::swap(kind.entries, dropped_entries);
-    kind.details.clear();
+    std::swap(kind.details, dropped_details);
   }
   Place place = kind.classes.place_of(lengths);
-  if (detail != Detail::kClass) {
-    kind.details[place] = detail;
+  if (const Detail detail = of_class.detail; detail != Detail::kClass) {
+    std::swap(kind.details[place], of_class);
     append(lengths, detail, place);
-  } else {
-    kind.details.erase(place);
+  } else if (const auto counted = kind.details.find(place); counted != kind.details.end()) {
+    std::swap(counted->second, of_class);
+    kind.details.erase(counted);
   }
   auto& kept = kind.entries[std::move(place)];
   if (kept) {  // Python was called once more, and is called ever more rarely from then on

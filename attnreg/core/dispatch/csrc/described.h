@@ -249,8 +249,11 @@ inline void keep_described(
   }
   entry->lengths = places_attribute(kept, "length_places");
   const Classes classes = read_classes(tuple_attribute(kept, "cuts_as_numbers").get());
-  const auto detail = static_cast<Detail>(number_attribute(kept, "detail"));
-  keep(key, lengths, generation, classes, detail, std::move(entry));
+  OfClass of_class{static_cast<Detail>(number_attribute(kept, "detail"))};
+  if (const Object steps = attribute(kept, "steps"); steps.get() != Py_None) {
+    of_class.steps = held_function(steps.get());
+  }
+  keep(key, lengths, generation, classes, std::move(of_class), std::move(entry));
 }
 
 }  // namespace attnreg

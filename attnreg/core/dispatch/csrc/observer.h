@@ -48,7 +48,7 @@ class Observer final : public c10::OperatorKernel {
     }
     auto entry = std::make_shared<Entry>();
     entry->tallies = tallies_of(counters.get());
-    keep(key, Lengths{}, looked_up.generation, Classes{}, Detail::kClass, std::move(entry));
+    keep(key, Lengths{}, looked_up.generation, Classes{}, OfClass{}, std::move(entry));
   }
 
  private:
