@@ -414,6 +414,26 @@ def test_further_steps_run_on_what_replaces_torchs_kernel_at_their_lengths(
     assert [given[0].shape[1] for given in own.forwards] == [250, 300, 420]
 
 
+def test_further_steps_know_of_a_backend_that_turned_out_not_to_load(
+    here, known, routers, ran, fake, decided_in_full
+):
+    def load():
+        raise ImportError("no module of that name")
+
+    known["first"] = Entry("first", "a test", fake("first", load=load).backend)
+    sizes = {128: (40.0, 10.0), 1024: (200.0, 900.0)}
+    attnreg.configure(
+        here(*(
+            point(spec_with(length), cpu=990.0, first=first, second=second)
+            for length, (first, second) in sizes.items()
+        ))
+    )  # fmt: skip
+    for length in STEPS:
+        call(length)
+    assert ran() == {"second": (7, 0)}
+    assert decided_in_full == [120, 900]
+
+
 def test_captured_calls_have_no_further_steps(here, monkeypatch, ran):
     """None of their plans is kept, so that each would look for one."""
     attnreg.configure(here(cpu=90.0, first=10.0, second=40.0))

@@ -170,8 +170,9 @@ def _keep_steps(
     times = policy.times(name)
     # Turns are given out, timed calls have rows of their own, and captured calls keep no plan.
     takes_more = policy.adaptive is not None or timed.is_on or spec.capturing
-    if takes_more or times is None or kind.detail_of(key) is not Detail.STEPS or key[:1] in kind.steps:
+    if takes_more or times is None or kind.detail_of(key) is not Detail.STEPS:
         return
+    # Made anew by each full decision: meanwhile a backend may have turned out not to load.
     offered = entries_with_native(native, now.entries)
     ranking = Ranking(spec.of(direction), direction, offered, policy, name)
     is_native = functools.partial(_leaves_to_native, native, direction, now.entries)
