@@ -112,6 +112,27 @@ def test_an_entry_of_another_class_serves_no_step(call):
     assert call.steps.asked == [SECOND]
 
 
+def test_a_plan_serves_only_steps_of_its_class_with_the_same_choice():
+    kind, counted = CallKind(OF_ALL), (counters.Counter(),)
+    single = Lengths(2, 1, 1, 2, 2)
+    for lengths in (FIRST, SECOND, single):
+        kind.details[kind.key(lengths)[:1]] = Detail.STEPS
+    key = kind.key(SECOND)
+
+    def alike(lengths, backend="first", counts=counted, is_native=False):
+        own = kind.key(lengths)
+        kind.plans = {own: state.Plan(backend, None, is_native, counts, kind=kind, key=own)}
+        return kind.plan_alike(key, "first", counted, False)
+
+    assert alike(FIRST).key == key
+    assert alike(single) is None
+    assert alike(FIRST, backend="second") is None
+    assert alike(FIRST, counts=(*counted, counters.Counter())) is None
+    assert alike(FIRST, is_native=True) is None
+    kind.details[key[:1]] = Detail.EXACT
+    assert alike(FIRST) is None
+
+
 def test_what_was_chosen_before_a_change_of_settings_is_not_run_after_it(call):
     call(FIRST)
 

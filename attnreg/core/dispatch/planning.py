@@ -199,8 +199,6 @@ def _instrumented(
     plan = Plan(name, kernel, kernel is None, counted, kind=kind, key=key, turn=turn or lasting)
     # What a CUDA graph can't record for want of a first run it may record later.
     is_kept = not spec.capturing and turn is None
-    if is_kept and (alike := _kept_alike(now, plan)) is not None:
-        return alike
     if kernel is None:
         log_fallbacks()
         if is_kept:
@@ -228,20 +226,6 @@ def _instrumented(
         lambda plain: _timed(entry.fit_for(spec, direction, plain), turn or lasting),
     )
     return plan._replace(kernel=checked, is_checked=False)
-
-
-def _kept_alike(now: State, plan: Plan) -> Plan | None:
-    """Keep the plan of another step of lengths with the same choice in the place of a plan; None without one.
-
-    Its results were checked. Timed calls have a plan for each step, which has their times.
-    """
-    kind = plan.kind
-    if kind is None or timed.is_on or kind.detail_of(plan.key) is not Detail.STEPS:
-        return None
-    alike = kind.plan_alike(plan.key, plan.backend, plan.counters, plan.is_native)
-    if alike is not None:
-        now.keep(alike)
-    return alike
 
 
 def decide(
