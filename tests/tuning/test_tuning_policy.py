@@ -265,6 +265,14 @@ def decided_in_full(monkeypatch):
     return longest
 
 
+def crossing(sizes, *names, **others):
+    """Return points whose times depend on the length: `{length: times of the names}`."""
+    return [
+        point(spec_with(length), **dict(zip(names, times, strict=True)), **others)
+        for length, times in sizes.items()
+    ]
+
+
 STEPS = 120, 150, 200, 900, 1100, 1600, 60  # each another
 
 
@@ -285,13 +293,9 @@ def test_what_a_step_of_lengths_chooses_is_checked_once_for_all_steps_with_that_
         return check(kernel, direction, backend, *rest)
 
     monkeypatch.setattr(planning, "checked_against_contract", checking)
-    sizes = {128: (10.0, 40.0), 1024: (900.0, 200.0)}
     attnreg.configure(
-        here(*(
-            point(spec_with(length), cpu=990.0, first=first, second=second)
-            for length, (first, second) in sizes.items()
-        ))
-    )  # fmt: skip
+        here(*crossing({128: (10.0, 40.0), 1024: (900.0, 200.0)}, "first", "second", cpu=990.0))
+    )
     for length in STEPS:
         call(length)
         call(length)
@@ -305,13 +309,9 @@ def test_what_a_step_of_lengths_chooses_is_checked_once_for_all_steps_with_that_
 def test_further_steps_that_torchs_own_kernel_runs_are_not_decided_in_full(
     here, routers, ran, decided_in_full
 ):
-    sizes = {128: (10.0, 40.0), 1024: (900.0, 200.0)}
     attnreg.configure(
-        here(*(
-            point(spec_with(length), cpu=own, first=first, second=990.0)
-            for length, (own, first) in sizes.items()
-        ))
-    )  # fmt: skip
+        here(*crossing({128: (10.0, 40.0), 1024: (900.0, 200.0)}, "cpu", "first", second=990.0))
+    )
     for length in STEPS:
         call(length)
     assert ran() == {"cpu": (4, 0), "first": (3, 0)}
@@ -381,13 +381,7 @@ def test_further_steps_of_timed_calls_have_rows_of_their_own(here, routers, monk
 
 def test_a_step_keeps_its_plan_whatever_its_other_lengths_would_choose(here, ran):
     """Also if the call cache asks again: bits must not depend on alignment, or on what was dropped."""
-    sizes = {192: (10.0, 20.0), 255: (20.0, 10.0)}
-    attnreg.configure(
-        here(*(
-            point(spec_with(length), cpu=990.0, first=first, second=second)
-            for length, (first, second) in sizes.items()
-        ))
-    )  # fmt: skip
+    attnreg.configure(here(*crossing({192: (10.0, 20.0), 255: (20.0, 10.0)}, "first", "second", cpu=990.0)))
     call(130)
     call(195)
     (steps,) = (steps for kind in state().kinds.values() for steps in kind.steps.values())
@@ -421,13 +415,9 @@ def test_further_steps_know_of_a_backend_that_turned_out_not_to_load(
         raise ImportError("no module of that name")
 
     known["first"] = Entry("first", "a test", fake("first", load=load).backend)
-    sizes = {128: (40.0, 10.0), 1024: (200.0, 900.0)}
     attnreg.configure(
-        here(*(
-            point(spec_with(length), cpu=990.0, first=first, second=second)
-            for length, (first, second) in sizes.items()
-        ))
-    )  # fmt: skip
+        here(*crossing({128: (40.0, 10.0), 1024: (200.0, 900.0)}, "first", "second", cpu=990.0))
+    )
     for length in STEPS:
         call(length)
     assert ran() == {"second": (7, 0)}

@@ -353,10 +353,9 @@ def _settle(
                     refuse(spec, of_forward)
             refuse(spec, decide(spec, direction, offered, policy, name, True, builders), called)
         entry = offered[decision.backend.casefold()]
-        # Torch's own kernel gets the op's arguments as they came, without padding.
-        if native is not None and entry.name == native.name and not entry.adaptations(spec, direction):
+        if _is_of_native(native, entry, spec, direction):
             # What is only recorded runs as it did.
-            same = None if policy.only_recording else entries.get(native.name.casefold())
+            same = None if policy.only_recording else entries.get(entry.name.casefold())
             return decision, _faster_than_native(spec, direction, same)
         try:
             return decision, entry.kernel(direction, spec)
@@ -403,12 +402,15 @@ def _leaves_to_native(
     backend: str,
 ) -> bool:
     """Whether torch's own kernel runs a call for which its name, or a backend of its name, was chosen."""
-    if native is None or backend != native.name:
-        return False
     name = backend.casefold()
-    if entries_with_native(native, entries)[name].adaptations(spec, direction):
+    if not _is_of_native(native, entries_with_native(native, entries)[name], spec, direction):
         return False
     return _faster_than_native(spec, direction, entries.get(name)) is None
+
+
+def _is_of_native(native: Native | None, entry: Entry, spec: AttentionSpec, direction: Direction) -> bool:
+    """Whether torch's own kernel is a call's backend: it gets the op's arguments as they came, unpadded."""
+    return native is not None and entry.name == native.name and not entry.adaptations(spec, direction)
 
 
 def _faster_than_native(

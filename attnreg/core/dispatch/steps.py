@@ -52,11 +52,9 @@ class Steps:
         """Return the plan for lengths, which is kept for their step.
 
         A step with a plan keeps it: the call cache also asks because an entry was dropped, and for other
-        strides.
-
-        None if the step has to be decided in full: there are no times, no backend may run the call, no step
-        of the class has made the choice yet, or more than steps counts in the class by now. (It does once
-        times choose a backend that builds something for each shape.)
+        strides. None if the step has to be decided in full. There may be no times, or no backend that may run
+        the call. No step of the class may have made the choice yet. Or more than steps counts in the class by
+        now, as it does once times choose a backend that builds something for each shape.
         """
         key = self._kind.key(lengths)
         if self._kind.detail_of(key) is not Detail.STEPS:
