@@ -19,7 +19,7 @@ from attnreg.core.aten.bypassed import SdpaCall
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.dispatch import counters, scope, timed
 from attnreg.core.dispatch.calls import (
-    decisions,
+    decided,
     packed_bounds,
     wants_batch_invariant,
     wants_deterministic,
@@ -251,7 +251,7 @@ def _refused(call: SdpaCall, structure: Structure) -> str:
     known = registry.entries()
     for part in structure.parts:
         try:
-            for decision in decisions(spec_of(call, part), scope.current()):
+            for decision in decided(spec_of(call, part), scope.current()):
                 name = decision.backend or ""
                 entry = known.get(name.casefold())
                 if entry is not None and entry.stands_in and name not in decision.asked_for:

@@ -17,7 +17,7 @@ from attnreg.core.contract.lengths import bounds
 from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.core.dispatch import scope
-from attnreg.core.dispatch.calls import decisions, wants_gradient
+from attnreg.core.dispatch.calls import decided, decisions, wants_gradient
 from attnreg.core.dispatch.planning import device_of, spec_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.launching.validation import check_scale, checked_number
@@ -135,6 +135,8 @@ def problem_of(
     """
     for query, key, value, call in calls:
         spec = spec_of(query, key, value, call, options.needs_backward)
+        if all(decision.backend is not None for decision in decided(spec, options.choice)):
+            continue
         for decision in decisions(spec, options.choice):
             if decision.backend is None:
                 try:

@@ -1,15 +1,22 @@
 """Promises about what is looked at before a call: kernels, scales, masks, and what isn't spread."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from support import rank_batches as work
+from support.known import know
 
 import attnreg
+from attnreg.core.contract.backend import Call
+from attnreg.core.dispatch import calls, scope
+from attnreg.core.selection.decision import Preference
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.balance import spread_documents
+from attnreg.parallel.calls import problem_of
 from attnreg.parallel.estimates import Rates
+from attnreg.parallel.stepwise import KernelOptions
 
 
 def test_auto_leaves_out_a_method_whose_calls_no_kernel_of_a_rank_can_run(three_ranks):
@@ -24,6 +31,31 @@ def test_auto_leaves_out_a_method_whose_calls_no_kernel_of_a_rank_can_run(three_
         assert len(set(said)) == 1
         assert said[0].startswith(start)
         assert "no such window" in said[0]
+
+
+def problem(length, choice):
+    tensors = [torch.zeros(length, 2, 16) for _ in "qkv"]
+    ends = torch.tensor([0, length], dtype=torch.int32)
+    options = KernelOptions(None, 0.0, choice, True, lambda: None)
+    return problem_of([(*tensors, Call(1.0, length, length, (-1, 0), ends, ends))], options)
+
+
+def only(name):
+    return scope.make_choice(Preference("a test", (name,), exclusive=True, required=False))
+
+
+def test_calls_of_ever_new_lengths_are_decided_about_once_and_refused_with_their_own(monkeypatch):
+    decided, decide = [], calls.decide
+    monkeypatch.setattr(calls, "decide", lambda spec, *given: decided.append(spec) or decide(spec, *given))
+    assert [problem(length, None) for length in range(40, 50)] == [None] * 10
+    assert [spec.max_q for spec in decided] == [40, 40]  # in both directions
+    for length in (50, 51):
+        assert f"({length}, 2, 16)" in str(problem(length, only("FA4")))
+
+
+def test_a_call_is_refused_for_its_backward_alone(fake, monkeypatch):
+    know(monkeypatch, replace(fake("first").backend, backward=None))
+    assert "no backward" in str(problem(40, None))
 
 
 def test_sinks_need_no_kernel_with_a_gradient_of_the_lse(two_ranks):

@@ -449,6 +449,16 @@ def test_where_more_than_steps_counts_by_now_no_further_step_is_chosen(here, ran
     assert steps(*lengths) is None
 
 
+def test_what_is_decided_without_a_call_follows_the_times_of_each_step(here, monkeypatch):
+    made, decisions = [], calls.decisions
+    monkeypatch.setattr(calls, "decisions", lambda spec, way: made.append(spec.max_q) or decisions(spec, way))
+    attnreg.configure(here(*crossing({128: (10.0, 40.0), 1024: (900.0, 200.0)}, "first", "second")))
+    for length in (130, 150, 1100, 1200, 140, 1300):
+        [decision] = calls.decided(spec_with(length), None)
+        assert decision.backend == ("first" if length < 1000 else "second")
+    assert made == [130, 1100]  # each the first of its step
+
+
 def test_steps_of_training_are_chosen_by_the_times_of_both_directions(here, ran, decided_in_full):
     """Packed calls of ever new lengths, forward and backward: values, and which backend ran."""
     sizes = {24: (10.0, 40.0), 200: (900.0, 200.0)}

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.lengths import Lengths, bounds
+from attnreg.core.contract.lengths import LENGTHS, Lengths, bounds
 from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, Direction, directions_of
 from attnreg.core.dispatch.declined import NOBODY, Declined
-from attnreg.core.dispatch.kinds import kind_of
+from attnreg.core.dispatch.kinds import kind_of, refined_key
 from attnreg.core.dispatch.planning import Native, decide, make_plan, spec_of
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan, state
@@ -26,6 +26,9 @@ from attnreg.core.selection.decision import Decision
 from attnreg.errors import UnsupportedInputError
 
 _SHAPED = [row for row in OPTIONS if row.shapes]
+
+# Of a kind of calls, whose lengths are any.
+NO_LENGTHS = dict.fromkeys(LENGTHS, 0)
 
 LONGEST = 2**62
 LONGEST_OF_KERNELS = 2**31  # which count lengths in 32 bits: see `check`
@@ -214,6 +217,28 @@ def packed_bounds(window: tuple[int, int], causal: bool, max_q: int, max_k: int)
     """
     longest = (LONGEST, LONGEST) if wants_batch_invariant() else (max_q, max_k)
     return bounds(window, causal, *longest)
+
+
+def decided(spec: AttentionSpec, choice: ScopedChoice | None) -> tuple[Decision, ...]:
+    """Return what is decided about each direction of a call, the forward first, once a class of lengths.
+
+    So a reason may be of other lengths of the class; those of `decisions` are the call's own.
+
+    Raises:
+        AttnregError: what `decide` raises.
+    """
+    now = state()
+    if now.policy.adaptive is not None:  # the next turn may change what is decided
+        return tuple(decisions(spec, choice))
+    kind, of_classes = now.decided_kind(
+        (spec.but(**NO_LENGTHS), choice), lambda: kind_of(now, spec, "forward")
+    )
+    key = kind.key(Lengths.of(spec))
+    if key not in of_classes:
+        here = tuple(decisions(spec, choice))
+        key = refined_key(now, kind, key, spec, "forward", here)
+        of_classes[key] = here
+    return of_classes[key]
 
 
 def decisions(spec: AttentionSpec, choice: ScopedChoice | None) -> Iterator[Decision]:

@@ -21,7 +21,7 @@ from attnreg.core.dispatch.declined import DeclinedError
 from attnreg.core.policy import current as policy
 from attnreg.core.policy import ranks
 from attnreg.core.registry.entry import Entry
-from attnreg.core.selection.decision import Policy
+from attnreg.core.selection.decision import Decision, Policy
 from attnreg.core.selection.protocols import Turn
 from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import AttnregError, BackendUnavailableError, RegistrationError, UnsupportedInputError
@@ -257,6 +257,13 @@ def _detailed(place: tuple[object, ...], detail: Detail, lengths: Lengths) -> tu
     return (*place, detail, tuple(map(step_of, lengths)) if detail is Detail.STEPS else lengths)
 
 
+class DecidedKind(NamedTuple):
+    """A kind of calls, and what was decided about classes of its lengths, of which no call was made."""
+
+    kind: CallKind
+    of_classes: dict[tuple[object, ...], tuple[Decision, ...]]
+
+
 class State:
     """The backends, what was asked for, and the plans made from both.
 
@@ -270,8 +277,8 @@ class State:
     """
 
     __slots__ = (
-        "_error", "_plans", "_policy", "active", "batch_invariant", "declined", "entries", "generation",
-        "kinds",
+        "_decided", "_error", "_plans", "_policy", "active", "batch_invariant", "declined", "entries",
+        "generation", "kinds",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -281,6 +288,7 @@ class State:
         self.kinds: dict[tuple[object, ...], CallKind] = {}
         self._plans = 0
         self.declined: dict[tuple[Direction, AttentionSpec], dict[str, str]] = {}
+        self._decided: dict[tuple[object, ...], DecidedKind] = {}
         self.active = policy.is_active()
         self._policy = Policy()
         self._error: AttnregError | None = None
@@ -317,6 +325,16 @@ class State:
         if len(self.kinds) >= MOST_PLANS:
             self.kinds.clear()
         return self.kinds.setdefault(key, kind)
+
+    def decided_kind(self, name: tuple[object, ...], make: Callable[[], CallKind]) -> DecidedKind:
+        """Return what was decided about a kind of calls by its name; `make` returns a new kind."""
+        known = self._decided.get(name)
+        # Where each length counts, a kind has ever more classes.
+        if known is None or len(known.of_classes) >= MOST_PLANS:
+            if len(self._decided) >= MOST_PLANS:
+                self._decided.clear()
+            known = self._decided[name] = DecidedKind(make(), {})
+        return known
 
     def keep_without_counting(self, plan: Plan) -> None:
         """Have results rescaled for all that the kernel of a plan counted, if the plan is still kept."""
