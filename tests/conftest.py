@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import shutil
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -58,6 +59,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     gc.disable()  # until the tests are collected, of which it would take a quarter of the time
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # So a shell starts what runs in the background. Tests that interrupt a process would wait for ever.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     offsets.TRUSTED = config.getoption("--trust-offsets")
     time_no_guards()
     # The first use of a name of attnreg would obey the variables of the test that it is in.
