@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WARM_UP, CALLS, LEAST, NEAR = 12, 10, 0.75, 0.05
+# Lengths that have come before are drawn anew so often; then all have come, and all may come again.
+ATTEMPTS = 200
 CHOSEN, ADAPTIVE, FIXED = "measured", "adaptive", "always "
 
 
@@ -52,6 +54,21 @@ def near(shape: Case, draw: random.Random) -> Case:
     lens_k = [max(1, round(n * x)) for n, x in zip(shape.lens_k, factors, strict=True)]
     lens_q = lens_k if trains(shape) else shape.lens_q
     return dataclasses.replace(shape, lens_q=tuple(lens_q), lens_k=tuple(lens_k))
+
+
+def new_cases(shape: Case, draw: random.Random, before: set[tuple[object, ...]]) -> list[Case]:
+    """Return the calls of a round, whose lengths no call `before` has; adds theirs."""
+    cases: list[Case] = []
+    while len(cases) < WARM_UP + CALLS:
+        for _ in range(ATTEMPTS):
+            case = near(shape, draw)
+            if (lengths := (case.lens_q, case.lens_k)) not in before:
+                break
+        else:
+            before.clear()
+        before.add(lengths)
+        cases.append(case)
+    return cases
 
 
 def call_of(case: Case, device: torch.device, seed: int) -> tuple[list[Tensor], Callable[..., Tensor]]:
@@ -85,8 +102,9 @@ def measure(
     # The ways that choose come first: a plan that cuDNN has built is there for the ways behind them.
     choosing, fixed = ([name for name in ways if name.startswith(FIXED) is x] for x in (False, True))
     for step in (FORWARD, BOTH) if trains(shape) else (FORWARD,):
+        before: set[tuple[object, ...]] = set()
         for number in range(rounds):
-            cases = [near(shape, draw) for _ in range(WARM_UP + CALLS)]
+            cases = new_cases(shape, draw, before)
             calls = [call_of(case, device, number) for case in cases]
             for tensors, _ in calls:
                 for x in tensors:
