@@ -37,7 +37,8 @@ def choices(decided):
 def test_backends_with_limits_of_any_form_are_those_of_each_call(monkeypatch, decisions, kinds):
     draw, count = random.Random(11), 60
     for _ in range(kinds):
-        know(monkeypatch, *(draw_backend(draw, f"made{number}") for number in range(draw.randint(1, 3))))
+        made = [draw_backend(draw, f"made{number}") for number in range(draw.randint(1, 3))]
+        know(monkeypatch, *(replace(one, backward=None) if draw.random() < 0.3 else one for one in made))
         spec, choice = draw_kind(draw), None
         if draw.random() < 0.5:
             choice = scope.make_choice(Preference("a test", ("made0",), required=False))
@@ -47,18 +48,23 @@ def test_backends_with_limits_of_any_form_are_those_of_each_call(monkeypatch, de
     assert len(decisions) < 1.8 * kinds * count, "most calls are decided by class"
 
 
-def test_a_class_is_decided_once_and_each_class_of_its_own(fake, decisions):
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_class_is_decided_once_and_each_class_of_its_own(fake, decisions, declared):
+    """Of a backend without a backward, so that the forward's cuts count, and what the forward reads."""
     limit = Cut.of("max_k", at=100)
 
     def refuses(spec):
         return ("max_k must be below 100",) if limit.is_reached(spec) else ()
 
-    first = fake("first", refuses=refuses, cuts=lambda _: [limit])
-    with attnreg.register_backend("math"), attnreg.register_backend(first.backend):
+    first = fake("first", refuses=refuses, cuts=lambda _: [limit] * declared).backend
+    with (
+        attnreg.register_backend("math"),
+        attnreg.register_backend(replace(first, backward=None)),
+    ):
         for longest in (20, 30, 99, 100, 101, 50, 5000):
             [decision] = calls.decided(with_lengths(SPEC, max_k=longest, tokens_k=2 * longest), None)
             assert decision.backend == ("math" if longest >= 100 else "first")
-    assert [spec.max_k for spec in decisions] == [20, 100]
+    assert [spec.max_k for spec in decisions] == ([20, 100] if declared else [20, 30, 99, 100, 101, 50, 5000])
 
 
 def test_kinds_and_choices_are_decided_apart(fake, decisions):
@@ -80,6 +86,23 @@ def test_a_change_of_settings_is_decided_anew(fake):
         assert calls.decided(SPEC, None)[0].backend != "first"
 
 
+def test_a_backend_that_turned_out_not_to_load_is_decided_for_no_more(fake, monkeypatch, decisions):
+    def load():
+        raise ImportError("undefined symbol")
+
+    hopeful = replace(fake("hopeful").backend, load=load, backward=None)
+    know(monkeypatch, hopeful, fake("second", priority=-1).backend)
+    generation = state.state().generation
+    spec = SPEC.but(needs_backward=True)
+    assert [decision.backend for decision in calls.decided(spec, None)] == ["hopeful", "second"]
+    with pytest.raises(attnreg.BackendUnavailableError):
+        state.state().entries["hopeful"].kernels()
+    for _ in range(3):
+        assert [decision.backend for decision in calls.decided(spec, None)] == ["second", "second"]
+    assert state.state().generation is generation, "nothing else has dropped what was decided"
+    assert len(decisions) == 2
+
+
 def test_what_turns_may_change_is_decided_each_time(decisions):
     attnreg.configure({"policy": "adaptive"})
     for _ in range(3):
@@ -94,11 +117,11 @@ def test_lengths_that_count_each_are_kept_up_to_a_bound(monkeypatch, fake, decis
         for longest in range(1, 41):
             [decision] = calls.decided(with_lengths(SPEC, max_k=longest, tokens_k=2 * longest), None)
             assert decision.backend == ("odd" if longest % 2 else "math")
-            kinds = state.state()._decided.values()
-            assert sum(len(kind.of_classes) for kind in kinds) <= 8
+            calls.decided(with_lengths(SPEC.but(heads_k=1), max_k=longest, tokens_k=2 * longest), None)
+            assert len(state.state().decided) <= 8
         for dim in range(8, 40):
             calls.decided(replace(SPEC, head_dim=dim), None)
-            assert len(state.state()._decided) <= 8
+            assert len(state.state().kinds) <= 8
 
 
 def test_that_no_backend_can_run_a_class_is_decided_once(decisions):

@@ -27,7 +27,7 @@ from attnreg.errors import UnsupportedInputError
 
 _SHAPED = [row for row in OPTIONS if row.shapes]
 
-# Of a kind of calls, whose lengths are any.
+# The lengths of a spec that names a kind of calls.
 NO_LENGTHS = dict.fromkeys(LENGTHS, 0)
 
 LONGEST = 2**62
@@ -220,9 +220,10 @@ def packed_bounds(window: tuple[int, int], causal: bool, max_q: int, max_k: int)
 
 
 def decided(spec: AttentionSpec, choice: ScopedChoice | None) -> tuple[Decision, ...]:
-    """Return what is decided about each direction of a call, the forward first, once a class of lengths.
+    """Return what is decided about each direction of a call, the forward first, as plans are made.
 
-    So a reason may be of other lengths of the class; those of `decisions` are the call's own.
+    So a class of lengths is decided once, or a step where times decide. `decisions` decides about the call's
+    own lengths, which its reasons are of.
 
     Raises:
         AttnregError: what `decide` raises.
@@ -230,15 +231,16 @@ def decided(spec: AttentionSpec, choice: ScopedChoice | None) -> tuple[Decision,
     now = state()
     if now.policy.adaptive is not None:  # the next turn may change what is decided
         return tuple(decisions(spec, choice))
-    kind, of_classes = now.decided_kind(
-        (spec.but(**NO_LENGTHS), choice), lambda: kind_of(now, spec, "forward")
-    )
+    name = spec.but(**NO_LENGTHS), choice
+    kind = now.kinds.get(name) or now.keep_kind(name, kind_of(now, spec, "forward"))
     key = kind.key(Lengths.of(spec))
-    if key not in of_classes:
-        here = tuple(decisions(spec, choice))
-        key = refined_key(now, kind, key, spec, "forward", here)
-        of_classes[key] = here
-    return of_classes[key]
+    kept = now.decided.get((name, key))
+    if kept is not None and all(map(now.may_load, kept)):
+        return kept
+    here = tuple(decisions(spec, choice))
+    key = refined_key(now, kind, key, spec, "forward", here)
+    now.keep_decided(name, key, here)
+    return here
 
 
 def decisions(spec: AttentionSpec, choice: ScopedChoice | None) -> Iterator[Decision]:

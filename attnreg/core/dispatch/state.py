@@ -257,13 +257,6 @@ def _detailed(place: tuple[object, ...], detail: Detail, lengths: Lengths) -> tu
     return (*place, detail, tuple(map(step_of, lengths)) if detail is Detail.STEPS else lengths)
 
 
-class DecidedKind(NamedTuple):
-    """A kind of calls, and what was decided about classes of its lengths, of which no call was made."""
-
-    kind: CallKind
-    of_classes: dict[tuple[object, ...], tuple[Decision, ...]]
-
-
 class State:
     """The backends, what was asked for, and the plans made from both.
 
@@ -272,12 +265,13 @@ class State:
         entries: every known backend by its name in lower case.
         kinds: the kinds of calls so far, with their plans; they go with the state, so none outlives a change.
         declined: by direction and spec which backends have declined such calls, and why.
+        decided: what was decided without a plan, by the name of a kind and the key of its lengths.
         active: whether anything was asked for; if not, torch's own kernels run.
         batch_invariant: whether the policy of that name is in force.
     """
 
     __slots__ = (
-        "_decided", "_error", "_plans", "_policy", "active", "batch_invariant", "declined", "entries",
+        "_error", "_plans", "_policy", "active", "batch_invariant", "decided", "declined", "entries",
         "generation", "kinds",
     )  # fmt: skip
 
@@ -288,7 +282,7 @@ class State:
         self.kinds: dict[tuple[object, ...], CallKind] = {}
         self._plans = 0
         self.declined: dict[tuple[Direction, AttentionSpec], dict[str, str]] = {}
-        self._decided: dict[tuple[object, ...], DecidedKind] = {}
+        self.decided: dict[tuple[object, ...], tuple[Decision, ...]] = {}
         self.active = policy.is_active()
         self._policy = Policy()
         self._error: AttnregError | None = None
@@ -326,15 +320,18 @@ class State:
             self.kinds.clear()
         return self.kinds.setdefault(key, kind)
 
-    def decided_kind(self, name: tuple[object, ...], make: Callable[[], CallKind]) -> DecidedKind:
-        """Return what was decided about a kind of calls by its name; `make` returns a new kind."""
-        known = self._decided.get(name)
-        # Where each length counts, a kind has ever more classes.
-        if known is None or len(known.of_classes) >= MOST_PLANS:
-            if len(self._decided) >= MOST_PLANS:
-                self._decided.clear()
-            known = self._decided[name] = DecidedKind(make(), {})
-        return known
+    def keep_decided(
+        self, name: tuple[object, ...], key: tuple[object, ...], decisions: tuple[Decision, ...]
+    ) -> None:
+        """Keep what was decided about lengths of a kind by its name."""
+        if len(self.decided) >= MOST_PLANS:
+            self.decided.clear()
+        self.decided[name, key] = decisions
+
+    def may_load(self, decision: Decision) -> bool:
+        """Whether the backend of a decision, if it has one, hasn't turned out not to load since."""
+        entry = self.entries.get((decision.backend or "").casefold())
+        return entry is None or not entry.unavailable()
 
     def keep_without_counting(self, plan: Plan) -> None:
         """Have results rescaled for all that the kernel of a plan counted, if the plan is still kept."""
