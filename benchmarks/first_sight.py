@@ -3,11 +3,11 @@
     python benchmarks/first_sight.py [--count N] [--seed S] [--seconds S] [--backends FA4,FA2] [--out FILE]
 
 The shapes are those of `attnreg bench selection --random`. Each side makes calls of a shape's kind, whose
-lengths are within a quarter of the shape's and never repeat. The first twelve don't count: the kind is
-decided in them, and `adaptive` has its turns. A figure is the median of further calls, from an idle device to
-an idle device, and their mean, which counts each decision that new lengths need. The ratio is to the backend
-with the least median among those that always run. Dense calls never always run on cuDNN: for each new shape
-it builds an execution plan, which takes 50 ms.
+lengths are within a quarter of the shape's. As long as a shape has other lengths, none repeat. The first
+twelve don't count: the kind is decided in them, and `adaptive` has its turns. A figure is the median of
+further calls, from an idle device to an idle device, and their mean, which counts each decision that new
+lengths need. The ratio is to the backend with the least median among those that always run. Dense calls never
+always run on cuDNN: for each new shape it builds an execution plan, which takes 50 ms.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from attnreg.backends.cpu import compiled as cpu_compiled
 from attnreg.backends.cudnn import rounding
 from attnreg.core import aten, registry
 from attnreg.core.aten import bypassed
-from attnreg.core.dispatch import call_cache, counters, scope, trace
+from attnreg.core.dispatch import call_cache, calls, counters, scope, trace
 from attnreg.core.launching import offsets
 from attnreg.core.policy import current as policy
 from attnreg.core.registry import discovery
@@ -60,7 +60,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     gc.disable()  # until the tests are collected, of which it would take a quarter of the time
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # So a shell starts what runs in the background. Tests that interrupt a process would wait for ever.
+        # So a shell starts what runs in the background. A process that a test interrupts would go on.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     offsets.TRUSTED = config.getoption("--trust-offsets")
     time_no_guards()
@@ -510,6 +510,14 @@ def fake():
         return recorder
 
     return make
+
+
+@pytest.fixture
+def decided_alone(monkeypatch):
+    """Return the specs that are decided about in full without a plan, as they come."""
+    specs, decisions = [], calls.decisions
+    monkeypatch.setattr(calls, "decisions", lambda spec, way: specs.append(spec) or decisions(spec, way))
+    return specs
 
 
 @pytest.fixture

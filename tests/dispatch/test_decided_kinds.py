@@ -21,20 +21,12 @@ SPEC = AttentionSpec(
 )  # fmt: skip
 
 
-@pytest.fixture
-def decisions(monkeypatch):
-    """Return a list of the specs that are decided about one by one."""
-    specs, decisions = [], calls.decisions
-    monkeypatch.setattr(calls, "decisions", lambda spec, way: specs.append(spec) or decisions(spec, way))
-    return specs
-
-
 def choices(decided):
     return [(decision.direction, decision.backend, decision.asked_for) for decision in decided]
 
 
 @pytest.mark.parametrize("kinds", [12, pytest.param(400, marks=pytest.mark.slow)])
-def test_backends_with_limits_of_any_form_are_those_of_each_call(monkeypatch, decisions, kinds):
+def test_backends_with_limits_of_any_form_are_those_of_each_call(monkeypatch, decided_alone, kinds):
     draw, count = random.Random(11), 60
     for _ in range(kinds):
         made = [draw_backend(draw, f"made{number}") for number in range(draw.randint(1, 3))]
@@ -45,11 +37,11 @@ def test_backends_with_limits_of_any_form_are_those_of_each_call(monkeypatch, de
         cuts = kind_of(state.state(), spec, "forward").cuts
         for each in [draw_spec(draw, spec, cuts) for _ in range(count)]:
             assert choices(calls.decided(each, choice)) == choices(calls.decisions(each, choice)), each
-    assert len(decisions) < 1.8 * kinds * count, "most calls are decided by class"
+    assert len(decided_alone) < 1.8 * kinds * count, "most calls are decided by class"
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_class_is_decided_once_and_each_class_of_its_own(fake, decisions, declared):
+def test_a_class_is_decided_once_and_each_class_of_its_own(fake, decided_alone, declared):
     """Of a backend without a backward, so that the forward's cuts count, and what the forward reads."""
     limit = Cut.of("max_k", at=100)
 
@@ -64,10 +56,11 @@ def test_a_class_is_decided_once_and_each_class_of_its_own(fake, decisions, decl
         for longest in (20, 30, 99, 100, 101, 50, 5000):
             [decision] = calls.decided(with_lengths(SPEC, max_k=longest, tokens_k=2 * longest), None)
             assert decision.backend == ("math" if longest >= 100 else "first")
-    assert [spec.max_k for spec in decisions] == ([20, 100] if declared else [20, 30, 99, 100, 101, 50, 5000])
+    each_apart = [20, 30, 99, 100, 101, 50, 5000]
+    assert [spec.max_k for spec in decided_alone] == ([20, 100] if declared else each_apart)
 
 
-def test_kinds_and_choices_are_decided_apart(fake, decisions):
+def test_kinds_and_choices_are_decided_apart(fake, decided_alone):
     with attnreg.register_backend(fake("first").backend):
         chosen = scope.make_choice(Preference("a test", ("math",)))
         for _ in range(2):
@@ -76,7 +69,7 @@ def test_kinds_and_choices_are_decided_apart(fake, decisions):
             trained = calls.decided(SPEC.but(needs_backward=True), None)
             assert [decision.direction for decision in trained] == ["forward", "backward"]
             calls.decided(SPEC.but(heads_k=1), None)
-    assert len(decisions) == 4
+    assert len(decided_alone) == 4
 
 
 def test_a_change_of_settings_is_decided_anew(fake):
@@ -86,7 +79,7 @@ def test_a_change_of_settings_is_decided_anew(fake):
         assert calls.decided(SPEC, None)[0].backend != "first"
 
 
-def test_a_backend_that_turned_out_not_to_load_is_decided_for_no_more(fake, monkeypatch, decisions):
+def test_a_backend_that_turned_out_not_to_load_is_decided_for_no_more(fake, monkeypatch, decided_alone):
     def load():
         raise ImportError("undefined symbol")
 
@@ -100,17 +93,17 @@ def test_a_backend_that_turned_out_not_to_load_is_decided_for_no_more(fake, monk
     for _ in range(3):
         assert [decision.backend for decision in calls.decided(spec, None)] == ["second", "second"]
     assert state.state().generation is generation, "nothing else has dropped what was decided"
-    assert len(decisions) == 2
+    assert len(decided_alone) == 2
 
 
-def test_what_turns_may_change_is_decided_each_time(decisions):
+def test_what_turns_may_change_is_decided_each_time(decided_alone):
     attnreg.configure({"policy": "adaptive"})
     for _ in range(3):
         calls.decided(SPEC, None)
-    assert len(decisions) == 3
+    assert len(decided_alone) == 3
 
 
-def test_lengths_that_count_each_are_kept_up_to_a_bound(monkeypatch, fake, decisions):
+def test_lengths_that_count_each_are_kept_up_to_a_bound(monkeypatch, fake, decided_alone):
     monkeypatch.setattr(state, "MOST_PLANS", 8)
     odd = fake("odd", refuses=lambda spec: ("max_k must be odd",) * (spec.max_k % 2 == 0))
     with attnreg.register_backend("math"), attnreg.register_backend(odd.backend):
@@ -124,9 +117,9 @@ def test_lengths_that_count_each_are_kept_up_to_a_bound(monkeypatch, fake, decis
             assert len(state.state().kinds) <= 8
 
 
-def test_that_no_backend_can_run_a_class_is_decided_once(decisions):
+def test_that_no_backend_can_run_a_class_is_decided_once(decided_alone):
     only = scope.make_choice(Preference("a test", ("cuDNN",), exclusive=True, required=False))
     for longest in (20, 30, 40):
         [decision] = calls.decided(with_lengths(SPEC, max_k=longest, tokens_k=2 * longest), only)
         assert (decision.backend, decision.refusal) == (None, "a test allows no other backend")
-    assert [spec.max_k for spec in decisions] == [20]
+    assert [spec.max_k for spec in decided_alone] == [20]

@@ -10,7 +10,7 @@ from support.known import know
 
 import attnreg
 from attnreg.core.contract.backend import Call
-from attnreg.core.dispatch import calls, scope
+from attnreg.core.dispatch import scope
 from attnreg.core.selection.decision import Preference
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.balance import spread_documents
@@ -44,11 +44,9 @@ def only(name):
     return scope.make_choice(Preference("a test", (name,), exclusive=True, required=False))
 
 
-def test_calls_of_ever_new_lengths_are_decided_about_once_and_refused_with_their_own(monkeypatch):
-    decided, decide = [], calls.decide
-    monkeypatch.setattr(calls, "decide", lambda spec, *given: decided.append(spec) or decide(spec, *given))
+def test_calls_of_ever_new_lengths_are_decided_about_once_and_refused_with_their_own(decided_alone):
     assert [problem(length, None) for length in range(40, 50)] == [None] * 10
-    assert [spec.max_q for spec in decided] == [40, 40]  # in both directions
+    assert [spec.max_q for spec in decided_alone] == [40]
     for length in (50, 51):
         assert f"({length}, 2, 16)" in str(problem(length, only("FA4")))
 

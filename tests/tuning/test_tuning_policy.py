@@ -186,13 +186,19 @@ def building(known, monkeypatch):
 
 
 @pytest.fixture
-def lengths_decided(building, monkeypatch):
-    """Return a list of the lengths that plans are made for."""
-    lengths, make_plan = [], calls.make_plan
+def decided_in_full(monkeypatch):
+    """Return the longest queries of the calls that are decided in full, as they come."""
+    longest, make_plan = [], calls.make_plan
     monkeypatch.setattr(
-        calls, "make_plan", lambda *given: lengths.append(given[3].max_q) or make_plan(*given)
+        calls, "make_plan", lambda *given: longest.append(given[3].max_q) or make_plan(*given)
     )
-    return lengths
+    return longest
+
+
+@pytest.fixture
+def lengths_decided(building, decided_in_full):
+    """The same, where the first backend builds something for each new shape."""
+    return decided_in_full
 
 
 def call(length, mask=None):
@@ -253,16 +259,6 @@ def test_lengths_that_a_table_covers_are_decided_by_it_whatever_lengths_came_fir
         for _ in range(3):
             attnreg.varlen_attn(x, x, x, ends, ends, length, length)
         assert ran() == {"first" if length == 16 else "second": (3, 0)}
-
-
-@pytest.fixture
-def decided_in_full(monkeypatch):
-    """Return the longest queries of the calls that are decided in full, as they come."""
-    longest, make_plan = [], calls.make_plan
-    monkeypatch.setattr(
-        calls, "make_plan", lambda *given: longest.append(given[3].max_q) or make_plan(*given)
-    )
-    return longest
 
 
 def crossing(sizes, *names, **others):
@@ -399,9 +395,7 @@ def test_further_steps_run_on_what_replaces_torchs_kernel_at_their_lengths(
     kernels = own.backend.load()._replace(replaces_native=lambda direction, spec: spec.max_q >= 200)
     known["cpu"] = Entry("cpu", "a test", dataclasses.replace(own.backend, load=lambda: kernels))
     sizes = {24: (10.0, 40.0), 64: (40.0, 10.0), 512: (400.0, 100.0)}
-    attnreg.configure(
-        here(*(point(spec_with(length), first=first, cpu=cpu) for length, (first, cpu) in sizes.items()))
-    )
+    attnreg.configure(here(*crossing(sizes, "first", "cpu")))
     for length in (24, 64, 80, 250, 300, 420):
         call(length)
     assert ran() == {"first": (1, 0), "cpu": (5, 0)}
@@ -449,14 +443,12 @@ def test_where_more_than_steps_counts_by_now_no_further_step_is_chosen(here, ran
     assert steps(*lengths) is None
 
 
-def test_what_is_decided_without_a_call_follows_the_times_of_each_step(here, monkeypatch):
-    made, decisions = [], calls.decisions
-    monkeypatch.setattr(calls, "decisions", lambda spec, way: made.append(spec.max_q) or decisions(spec, way))
+def test_what_is_decided_without_a_call_follows_the_times_of_each_step(here, decided_alone):
     attnreg.configure(here(*crossing({128: (10.0, 40.0), 1024: (900.0, 200.0)}, "first", "second")))
     for length in (130, 150, 1100, 1200, 140, 1300):
         [decision] = calls.decided(spec_with(length), None)
         assert decision.backend == ("first" if length < 1000 else "second")
-    assert made == [130, 1100]  # each the first of its step
+    assert [spec.max_q for spec in decided_alone] == [130, 1100]  # each the first of its step
 
 
 def test_steps_of_training_are_chosen_by_the_times_of_both_directions(here, ran, decided_in_full):
@@ -491,11 +483,7 @@ def test_a_step_whose_choice_builds_for_each_shape_is_decided_by_its_shape(
 ):
     """Also if other steps of the class have come before."""
     sizes = {128: (took(40.0, 0.0, 0.05), took(10.0)), 1024: (took(200.0, 0.0, 0.05), took(900.0))}
-    points = [
-        point(spec_with(length), cpu=990.0, first=first, second=second)
-        for length, (first, second) in sizes.items()
-    ]
-    attnreg.configure(here(*points))
+    attnreg.configure(here(*crossing(sizes, "first", "second", cpu=990.0)))
     for length in (120, 200, 900, 901, 250):
         call(length)
         call(length)

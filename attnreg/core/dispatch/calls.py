@@ -27,7 +27,7 @@ from attnreg.errors import UnsupportedInputError
 
 _SHAPED = [row for row in OPTIONS if row.shapes]
 
-# The lengths of a spec that names a kind of calls.
+# All lengths are 0 in a spec that is the key of a kind of calls.
 NO_LENGTHS = dict.fromkeys(LENGTHS, 0)
 
 LONGEST = 2**62
@@ -220,10 +220,10 @@ def packed_bounds(window: tuple[int, int], causal: bool, max_q: int, max_k: int)
 
 
 def decided(spec: AttentionSpec, choice: ScopedChoice | None) -> tuple[Decision, ...]:
-    """Return what is decided about each direction of a call, the forward first, as plans are made.
+    """Return what is decided about each direction of a call, the forward first, without a plan.
 
-    So a class of lengths is decided once, or a step where times decide. `decisions` decides about the call's
-    own lengths, which its reasons are of.
+    As with plans, a class of lengths is decided once, or a step where times decide. So reasons may name other
+    lengths than the call's; `decisions` names its own.
 
     Raises:
         AttnregError: what `decide` raises.
@@ -231,15 +231,15 @@ def decided(spec: AttentionSpec, choice: ScopedChoice | None) -> tuple[Decision,
     now = state()
     if now.policy.adaptive is not None:  # the next turn may change what is decided
         return tuple(decisions(spec, choice))
-    name = spec.but(**NO_LENGTHS), choice
-    kind = now.kinds.get(name) or now.keep_kind(name, kind_of(now, spec, "forward"))
+    key_of_kind = spec.but(**NO_LENGTHS), choice
+    kind = now.kinds.get(key_of_kind) or now.keep_kind(key_of_kind, kind_of(now, spec, "forward"))
     key = kind.key(Lengths.of(spec))
-    kept = now.decided.get((name, key))
+    kept = now.decided.get((key_of_kind, key))
     if kept is not None and all(map(now.may_load, kept)):
         return kept
     here = tuple(decisions(spec, choice))
     key = refined_key(now, kind, key, spec, "forward", here)
-    now.keep_decided(name, key, here)
+    now.keep_decided(key_of_kind, key, here)
     return here
 
 

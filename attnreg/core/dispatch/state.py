@@ -47,7 +47,7 @@ class Plan(NamedTuple):
             it can't.
         specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
         kind: the kind of calls that the plan belongs to.
-        key: what the plan is kept under: its class of lengths; where more counts, how much, and that of them.
+        key: what the plan is kept under: its class of lengths, and what else of the lengths counts there.
         set_aside: the backend's `Entry.set_aside` for this call.
         turn: what times the call, where backends take turns (`policy = "adaptive"`).
     """
@@ -264,8 +264,9 @@ class State:
         generation: the registry's when this was made.
         entries: every known backend by its name in lower case.
         kinds: the kinds of calls so far, with their plans; they go with the state, so none outlives a change.
+            Kinds that were decided about without a plan are among them.
         declined: by direction and spec which backends have declined such calls, and why.
-        decided: what was decided without a plan, by the name of a kind and the key of its lengths.
+        decided: what was decided without a plan, by the key of a kind and the key of its lengths.
         active: whether anything was asked for; if not, torch's own kernels run.
         batch_invariant: whether the policy of that name is in force.
     """
@@ -321,12 +322,12 @@ class State:
         return self.kinds.setdefault(key, kind)
 
     def keep_decided(
-        self, name: tuple[object, ...], key: tuple[object, ...], decisions: tuple[Decision, ...]
+        self, kind: tuple[object, ...], key: tuple[object, ...], decisions: tuple[Decision, ...]
     ) -> None:
-        """Keep what was decided about lengths of a kind by its name."""
+        """Keep what was decided about lengths of a kind, whose key is `kind`, without a plan."""
         if len(self.decided) >= MOST_PLANS:
             self.decided.clear()
-        self.decided[name, key] = decisions
+        self.decided[kind, key] = decisions
 
     def may_load(self, decision: Decision) -> bool:
         """Whether the backend of a decision, if it has one, hasn't turned out not to load since."""

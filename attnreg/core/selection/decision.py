@@ -127,8 +127,8 @@ class Decision:
             such backend, otherwise only the backends that were considered before `backend` are here.
         passed_over: the rejected backends before `backend` in the order. All preferred backends are among
             them; other backends only if they serve this type of device.
-        order: all backends in the order in which they were considered. Those that run on request only are
-            among them where they are asked for.
+        order: all backends in the order in which they were considered. A backend that runs on request only
+            is among them where it is asked for.
         asked_for: the preferred backends for this device.
         refusal: why no backend may run the call although a backend could. Empty otherwise.
         predicted: a measured table's prediction for the call; None if there is none.
