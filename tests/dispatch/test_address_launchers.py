@@ -1,6 +1,5 @@
 """Promises of kernels that are given addresses: what they read, and when they can't run any more."""
 
-import ctypes
 import gc
 import re
 import sys
@@ -11,16 +10,16 @@ import torch
 from support.launcher_kinds import (
     PACKED,
     OnAddresses,
+    Written,
     assert_equal,
     backward_tensors,
-    floats,
     forward_function,
     lse_of,
     tensors,
 )
 from test_launchers import fails
 
-from attnreg.core.launching.launchers import AddressLauncher, OffsetsKernel
+from attnreg.core.launching.launchers import AddressLauncher
 from attnreg.core.torchlib.layout import GRAPH_TREES
 from attnreg.errors import RegistrationError
 
@@ -213,31 +212,6 @@ def test_derived_tensors_that_were_freed_are_derived_anew(packed, pair):
     assert packed.kernel.offsets == [0, 2, 6]
 
 
-class Written:
-    """A function in the place of cuLaunchKernel: it writes offsets as floats, from the fourth byte on.
-
-    Attributes:
-        launched: of each launch function, blocks, threads and stream, then the number of sequences, the width
-            and the further words.
-    """
-
-    def __init__(self):
-        self.launched, self.error = [], 0
-        as_c = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
-        self._kept = as_c(self._launch)
-        address = ctypes.cast(self._kept, ctypes.c_void_p).value
-        self.kernel = OffsetsKernel(address, 77, 2, 2, 3, (8, 9), (4,))
-
-    def _launch(self, function, blocks, _y, _z, threads, *rest):
-        stream, pointers = rest[-3], rest[-2]
-        places = (ctypes.POINTER(ctypes.c_int64) * 9).from_address(pointers)
-        buffer, q, _, step, _, batch, width, *words = (place[0] for place in places)
-        self.launched.append((function, blocks, threads, stream, batch, width, *words))
-        ends = (ctypes.c_int32 * (batch * step + 1)).from_address(q)[::step]
-        floats(buffer + 4, batch + 1).copy_(torch.tensor(ends))
-        return self.error
-
-
 @pytest.fixture
 def written():
     return Written()
@@ -245,7 +219,7 @@ def written():
 
 @pytest.fixture
 def by_kernel(packed_plan, written):
-    return Packed(packed_plan, kernel=written.kernel)
+    return Packed(packed_plan, by_kernel=written.kernel)
 
 
 def test_new_offsets_are_derived_by_the_kernel_and_python_is_not_asked(by_kernel, written):
@@ -275,7 +249,7 @@ def test_what_the_kernel_has_written_is_compared_after_a_while(by_kernel, writte
 
 
 def test_launchers_that_read_the_same_share_what_was_written(packed_plan, written, pair):
-    same, others = ({"kernel": written.kernel._replace(**changes)} for changes in ({}, {"words": (8, 7)}))
+    same, others = ({"by_kernel": written.kernel._replace(**changes)} for changes in ({}, {"words": (8, 7)}))
     for heads, changes, launched in ((2, same, 1), (4, same, 1), (6, others, 2)):
         call = Packed(packed_plan, (PACKED[0], heads, PACKED[2]), **changes)
         call(pair)
@@ -352,15 +326,15 @@ def test_a_kernel_that_fails_is_an_error_with_its_number(by_kernel, written, pai
 @pytest.mark.parametrize(
     ("kernel", "says"),
     [
-        ([3], "Prepared.kernel: got a list, expected an OffsetsKernel or None"),
-        ((1, 2, 0, 2, 3, (), ()), "Prepared.kernel: expected sizes above 0 and at most 25 words"),
-        ((1, 2, 1, 2, 3, (0,) * 26, ()), "Prepared.kernel: expected sizes above 0 and at most 25 words"),
-        ((1, 2, 1, 2, 3, (), (48,)), "Prepared.kernel returned the place 48 in a tensor of 48 bytes"),
+        ([3], "Derivation.kernel: got a list, expected an OffsetsKernel or None"),
+        ((1, 2, 0, 2, 3, (), ()), "Derivation.kernel: expected sizes above 0 and at most 25 words"),
+        ((1, 2, 1, 2, 3, (0,) * 26, ()), "Derivation.kernel: expected sizes above 0 and at most 25 words"),
+        ((1, 2, 1, 2, 3, (), (48,)), "Derivation.kernel returned the place 48 in a tensor of 48 bytes"),
     ],
     ids=["no tuple", "no threads", "words", "places"],
 )
 def test_a_description_of_a_kernel_that_is_wrong_is_an_error(packed_plan, pair, kernel, says):
-    call = Packed(packed_plan, kernel=kernel)
+    call = Packed(packed_plan, by_kernel=kernel)
     call(pair)
     with pytest.raises((TypeError, RuntimeError, IndexError), match=re.escape(says)):
         call(pair)
@@ -392,17 +366,17 @@ WRONG = {
     "derive": (
         {"derive": lambda *_: [3]},
         TypeError,
-        "Prepared.derive returned a list, expected a tuple of a tensor and a tuple of places, or None",
+        "Derivation.derive returned a list, expected a tuple of a tensor and a tuple of places, or None",
     ),
     "tensor": (
         {"derive": lambda *_: (3, (0,))},
         TypeError,
-        "Prepared.derive returned a tuple of a int, expected a tuple of a tensor and a tuple of places",
+        "Derivation.derive returned a tuple of a int, expected a tuple of a tensor and a tuple of places",
     ),
     "place": (
         {"derive": lambda *_: (torch.zeros(2), (0, 8))},
         IndexError,
-        "Prepared.derive returned the place 8 in a tensor of 8 bytes",
+        "Derivation.derive returned the place 8 in a tensor of 8 bytes",
     ),
     "lengths": (
         {"lengths": ((1, 1),) * 5},

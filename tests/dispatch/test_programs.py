@@ -1,14 +1,18 @@
 """Promises of programs: C++ and Python run the same, within bounds, and errors of functions are told."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
-from support.launcher_kinds import PACKED, assert_equal, forward_function, tensors
+from support.launcher_kinds import PACKED, Counted, assert_equal, forward_function, tensors
 from support.program_calls import InPrograms, keys_as_pages
 
 from attnreg.core.launching import programs
+from attnreg.core.launching.counts import derivation_for
+from attnreg.core.launching.derivation import Derivation
 from attnreg.core.launching.programs import ANY, BufferSize, Bundle, Computed, FunctionCall, Operand
+from attnreg.errors import InvalidInputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +56,19 @@ def test_sizes_follow_from_a_packed_calls_lengths_and_arguments_are_passed_as_th
     assert padded.shape == (16,)  # (2 sequences + 6 tokens + 3) // 4 * 8
 
 
-def test_rows_are_read_as_pages_that_overlap_where_offsets_say_and_longer_pages_are_left_to_python(
+def offsets(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def last_keys_added(q, k, begins, counts):
+    """Return what `keys_as_pages` computes of three queries a sequence: q plus the last key that counts."""
+    expected = q.clone()
+    for begin, rows, count in zip(begins, (slice(0, 3), slice(3, 6)), counts, strict=False):
+        expected[rows] += k[begin + count - 1] if count else 0
+    return expected
+
+
+def test_rows_are_read_as_pages_that_overlap_where_offsets_say_and_as_many_as_a_tile_are_left_to_python(
     packed_plan,
 ):
     kernel = InPrograms("forward", PACKED)
@@ -60,32 +76,94 @@ def test_rows_are_read_as_pages_that_overlap_where_offsets_say_and_longer_pages_
     kernel.launcher = dataclasses.replace(kernel.launcher, takes=("seqused_k",))
     packed_plan.forward = kernel.launcher
     q, k, v = tensors(PACKED)  # six rows
-
-    def offsets(*numbers):
-        return torch.tensor(numbers, dtype=torch.int32)
-
     ends, starts = offsets(0, 3, 6), offsets(0, 2, 6)
 
-    def planned(max_k, *counts):
-        used = offsets(*counts)
-        given = {"seqused_k": used, "max_q": 3, "max_k": max_k}
-        is_planned, (out, *_) = packed_plan.planned(q, k, v, ends, starts, **given)
+    def planned(keys, *counts, max_k=4):
+        given = {"seqused_k": offsets(*counts), "max_q": 3, "max_k": max_k}
+        is_planned, (out, *_) = packed_plan.planned(q, k[:keys], v[:keys], ends, starts, **given)
         return is_planned, out
 
-    assert planned(4, 2, 4)[0]
-    for max_k, counts in ((4, (2, 4)), (4, (1, 0)), (6, (2, 4)), (5, (1, 4))):
-        is_planned, out = planned(max_k, *counts)
-        expected = q.clone()
-        for start, rows, count in zip((0, 2), (slice(0, 3), slice(3, 6)), counts, strict=True):
-            expected[rows] += k[start + count - 1] if count else 0
+    assert planned(6, 2, 4)[0]
+    for max_k, counts in ((4, (2, 4)), (4, (1, 0)), (6, (2, 4)), (900, (1, 4))):
+        is_planned, out = planned(6, *counts, max_k=max_k)
         assert (is_planned, kernel.ran) == (False, [])
-        assert_equal(out, expected)
+        assert_equal(out, last_keys_added(q, k, (0, 2), counts))
         pages, table = kernel.ffi.called[-1][2:4]
-        size = 5 if max_k == 4 else max_k  # not that of a tile
-        assert pages.shape == (6 - size + 1, size, *k.shape[1:]) and table.shape == (2, 1)
+        assert pages.shape == (1, *k.shape) and table.shape == (2, 1)
     kernel.ffi.called.clear()
-    planned(7, 1, 1)
+    planned(4, 1, 1)
     assert (len(kernel.ran), kernel.ffi.called) == (1, []), "Python ran it, and C++ has launched nothing"
+
+
+@pytest.fixture(params=["kernel", "python"])
+def counted(request, packed_plan):
+    """Return calls on a program that takes how many keys count, and the list of derivations."""
+    kernel, derived, counts = InPrograms("forward", PACKED), [], Counted()
+    kernel.program = keys_as_pages(tile=4)
+
+    def derive(queries, keys, *written):
+        derived.append(written)
+        return derivation_for(keys.device).derive(queries, keys, *written)
+
+    by_kernel = counts.kernel if request.param == "kernel" else None
+    derivation = Derivation(derive, by_kernel)
+    kernel.launcher = dataclasses.replace(kernel.launcher, takes=("seqused_k",), counts=derivation)
+    packed_plan.forward = kernel.launcher
+    q, k, v = tensors(PACKED)
+    ends = offsets(0, 3, 6)
+
+    def planned(keys, of=None):
+        is_planned, (out, *_) = packed_plan.planned(q, k, v, ends, keys, max_q=3, max_k=6)
+        of = keys if of is None else of
+        if not is_planned:
+            assert_equal(out, last_keys_added(q, k, of.tolist(), of.diff().tolist()))
+        return is_planned
+
+    return planned, counts.launched if by_kernel else derived, kernel, derived
+
+
+def test_where_all_keys_count_the_counts_are_derived_once_for_offsets(counted):
+    planned, times, kernel, _ = counted
+    assert planned(offsets(0, 2, 6))
+    times.clear()
+    keys, others = offsets(0, 2, 6), offsets(0, 5, 6)
+    for given, count in ((keys, 1), (keys, 1), (others, 2), (others, 2)):
+        assert not planned(given)
+        assert len(times) == count
+    others[1] = 1
+    assert not planned(others)
+    assert (len(times), kernel.ran) == (3, [])
+
+
+def test_counts_are_compared_after_a_while(counted, trust_offsets):
+    planned, _, _, derived = counted
+    trust_offsets(0.0)
+    keys = offsets(0, 2, 6)
+    assert planned(keys)
+    for _ in range(3):
+        assert not planned(keys)
+    before = keys.clone()
+    keys.data[1] = 4
+    with pytest.raises(InvalidInputError, match="written to in a way that torch doesn't count"):
+        for _ in range(4):
+            planned(keys, of=before)  # begins as old as the counts: a kernel reads nothing but keys
+    assert {len(written) for written in derived} <= {0, 1}
+
+
+def test_counts_that_cannot_be_derived_any_more_leave_the_call_to_a_new_plan(packed_plan):
+    kernel = InPrograms("forward", PACKED)
+    kernel.program = keys_as_pages(tile=4)
+    answers = {"now": derivation_for(torch.device("cpu")).derive}
+    derivation = Derivation(lambda *given: answers["now"](*given))
+    kernel.launcher = dataclasses.replace(kernel.launcher, takes=("seqused_k",), counts=derivation)
+    packed_plan.forward = kernel.launcher
+    call = functools.partial(packed_plan.planned, *tensors(PACKED), offsets(0, 3, 6), max_q=3, max_k=6)
+    assert [call(offsets(0, 2, 6))[0] for _ in range(2)] == [True, False]
+    answers["now"] = lambda *_: None
+    assert [call(offsets(0, 2, 6))[0] for _ in range(2)] == [True, True]
+    answers["now"] = lambda _, keys: (keys[:1], (0,))
+    with pytest.raises(IndexError, match="returned a tensor of 4 bytes, expected 2 numbers of int32"):
+        call(offsets(0, 2, 6))
 
 
 def test_an_error_of_a_function_is_told_and_dropped(op):

@@ -12,6 +12,8 @@ from support.native_calls import NativeCall
 from support.program_calls import InPrograms
 
 from attnreg.core.launching import offsets
+from attnreg.core.launching.counts import counts_in
+from attnreg.core.launching.derivation import Derivation, OffsetsKernel
 from attnreg.core.launching.launchers import (
     MAX_K,
     MAX_Q,
@@ -128,12 +130,14 @@ class OnAddresses:
             call cache has derived itself and has compared comes behind the offsets.
         can: False where it can't launch any more, None where nothing can be derived, "" where nothing can
             be prepared.
+        by_kernel: what derives the same on the GPU.
         keeps: whether what was derived is kept with the offsets.
         ends: how many offsets a launch reads.
         offsets, lse: what the last launch has read of them.
     """
 
-    def __init__(self, direction="forward", shape=SHAPE, **changes):
+    def __init__(self, direction="forward", shape=SHAPE, by_kernel=None, derive=None, **changes):
+        self.by_kernel, self.derive = by_kernel, derive or self.derive
         self.is_backward, self.is_packed, self.changes = direction == "backward", len(shape) == 3, changes
         self.heads, self.dim = shape[-2:]
         self.prepared, self.launched, self.derived, self.vectors = [], [], [], []
@@ -159,7 +163,7 @@ class OnAddresses:
             (*read, *range(tensors, tensors + results), *further),
             workspace=48,
             lse_token_first=self.is_packed and not self.is_backward,
-            derive=self.derive if self.is_packed else None,
+            derivation=Derivation(self.derive, self.by_kernel) if self.is_packed else None,
         )
         return how._replace(**self.changes)
 
@@ -194,6 +198,56 @@ class OnAddresses:
         if self.is_packed:
             self.offsets = floats(pointers.pop(0), self.ends).tolist()
         return True
+
+
+class Written:
+    """A function in the place of cuLaunchKernel: it writes offsets as floats, from the fourth byte on.
+
+    Attributes:
+        kernel: what describes it to the call cache.
+        launched: of each launch function, blocks, threads and stream, then the number of sequences, the width
+            and the further words.
+    """
+
+    def __init__(self, rows=2, width=3, words=(8, 9), places=(4,)):
+        self.launched, self.error, self.count = [], 0, 7 + len(words)
+        as_c = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+        self._kept = as_c(self._launch)
+        address = ctypes.cast(self._kept, ctypes.c_void_p).value
+        self.kernel = OffsetsKernel(address, 77, 2, rows, width, words, places)
+
+    def _launch(self, function, blocks, _y, _z, threads, *rest):
+        stream, pointers = rest[-3], rest[-2]
+        places = (ctypes.POINTER(ctypes.c_int64) * self.count).from_address(pointers)
+        buffer, *pair, step_q, step_k, batch, width = (place[0] for place in places[:7])
+        words = (place[0] for place in places[7:])
+        self.launched.append((function, blocks, threads, stream, batch, width, *words))
+        offsets = (
+            torch.tensor((ctypes.c_int32 * (batch * step + 1)).from_address(address)[::step])
+            for address, step in zip(pair, (step_q, step_k), strict=True)
+        )
+        self.write(buffer, *offsets)
+        return self.error
+
+    def write(self, buffer, queries, keys):
+        """Write what is read of offsets, (B + 1,), to an address."""
+        floats(buffer + 4, len(queries)).copy_(queries)
+
+
+class Counted(Written):
+    """The same, which writes what `counts_in` reads."""
+
+    def __init__(self):
+        super().__init__(3, 0, (), (0,))
+
+    def write(self, buffer, queries, keys):
+        """Write how many keys each sequence has, and the offsets of keys."""
+        numbers = torch.frombuffer(
+            (ctypes.c_int64 * (3 * len(keys) - 3)).from_address(buffer), dtype=torch.int64
+        )
+        counts, offsets = counts_in(numbers, len(keys) - 1)
+        counts.copy_(keys.diff())
+        offsets.copy_(keys)
 
 
 class InC:

@@ -30,6 +30,7 @@ from attnreg.backends.cudnn.lengths import (
     tensors_of,
 )
 from attnreg.backends.cudnn.problem import GIVEN, RESULTS, Problem
+from attnreg.core.launching.derivation import Derivation
 from attnreg.core.launching.launchers import Prepared
 from attnreg.core.torchlib.isolation import run_in_thread
 from attnreg.core.torchlib.layout import stream_of, uninitialized
@@ -115,10 +116,11 @@ class ExecutionPlans:
         lengths = rounding.lengths_served(problem, selected, self._first_tokens.of(problem))
         # The kernel writes all that execution plans read by now. Both directions share that once each was
         # prepared after both execution plans were built.
-        rows, derive = self.read.now, plan.prepared.derive
-        kernel = kernel_of(plan, rows, selected.batch, problem.kind.device)
-        derive = None if derive is None else functools.partial(derive, rows)
-        return plan.prepared._replace(lengths=lengths, derive=derive, kernel=kernel)
+        rows, derivation = self.read.now, plan.prepared.derivation
+        if derivation is not None:
+            kernel = kernel_of(plan, rows, selected.batch, problem.kind.device)
+            derivation = Derivation(functools.partial(derivation.derive, rows), kernel)
+        return plan.prepared._replace(lengths=lengths, derivation=derivation)
 
     def get(self, problem: Problem) -> ExecutionPlan:
         """Return the execution plan of a problem that `select` has returned; builds it if need be.
@@ -225,7 +227,8 @@ class ExecutionPlans:
             lse_strides = problem.lse_strides(size)
         return Prepared(
             launch, operands, plan.workspace,
-            problem.token_first and kind.direction == "forward", lse_strides, derive if kind.packed else None,
+            problem.token_first and kind.direction == "forward", lse_strides,
+            Derivation(derive) if kind.packed else None,
         )  # fmt: skip
 
     def _build(self, problem: Problem) -> ExecutionPlan:

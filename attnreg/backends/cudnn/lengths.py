@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnreg.backends.cudnn.graph import ExecutionPlan
 from attnreg.backends.cudnn.problem import RaggedOffset, Slot
-from attnreg.core.launching.launchers import OffsetsKernel
+from attnreg.core.launching.derivation import OffsetsKernel
 from attnreg.core.launching.offsets import derived_from
 from attnreg.core.torchlib.device_code import DeviceKernel, launch_function
 from attnreg.core.torchlib.layout import uninitialized

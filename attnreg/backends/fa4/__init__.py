@@ -170,6 +170,9 @@ def _not_yet_compiled(spec: AttentionSpec, direction: str) -> Iterator[str]:
     of_lengths = family.class_of(*compiled_kinds.lengths_of_spec(spec))
     # A spec doesn't say whether tensors are aligned, without which keys aren't read as pages.
     kinds = {(each, of_lengths) for each in (family, family._replace(as_pages=False))}
+    is_few = spec.max_q <= compiled_kinds.FEW_QUERIES
+    if direction == "forward" and is_few and compiled_kinds.may_count_keys(spec):
+        kinds.add((compiled_kinds.family_of_spec(direction, spec.but(seqused_k=True)), of_lengths))
     if kinds.isdisjoint(compiled_kinds.have_run):
         yield "this kind of call needs to run once before it can be recorded in a CUDA graph"
 
@@ -217,15 +220,13 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
     """Yield the lengths at which this module's reasons or priority change for calls of the spec's kind."""
     if not spec.varlen:
         yield Cut.of("batch", at=GRID + 1)
+    if compiled_kinds.may_count_keys(spec):
+        yield Cut.of("max_q", at=compiled_kinds.FEW_QUERIES + 1)
     if spec.seqused_k:
         yield from (Cut.of("max_q", at=length) for length in (2, cut_of_decoding(spec)))
         for parts, *longest in LONGEST_CACHES:
             yield Cut.of("batch", at=-(-parts // max(spec.heads_k, 1)))
             yield from (Cut.of("max_k", at=length + 1) for length in longest)
-        # A page has the longest length, but not that of a tile, and keys have to have as many rows.
-        yield from (Cut.beyond("max_k", "tokens_k", at=more) for more in (0, 1))
-        tile = _key_tile(spec)
-        yield from (Cut.of("max_k", at=length) for length in (tile, tile + 1))
 
 
 BACKEND = Backend(

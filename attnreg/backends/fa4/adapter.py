@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,14 @@ from torch import Tensor
 
 from attnreg.backends.fa4 import compiled_kinds, ranges, softcap
 from attnreg.backends.fa4.compiled_kinds import Family
-from attnreg.backends.fa4.launches import Launch, LauncherArguments
+from attnreg.backends.fa4.launches import LauncherArguments
 from attnreg.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
 from attnreg.backends.fa4.trials import Trials
 from attnreg.core.contract.backend import Call, Kernels, Launcher
 from attnreg.core.contract.spec import Direction
 from attnreg.core.launching import visible
+from attnreg.core.launching.counts import counts_in, counts_of, derivation_for
+from attnreg.core.launching.launchers import FunctionLauncher
 from attnreg.core.launching.memory import inputs_of
 from attnreg.core.launching.offsets import empty_results, find_unused, none_unused
 from attnreg.core.torchlib.layout import aligned
@@ -83,7 +86,13 @@ class _Adapter(NamedTuple):
         inputs = query, key, value
         if query.numel() == 0 or key.numel() == 0:
             return empty_results(query, value, call)
+        if compiled_kinds.counts_keys(*inputs, call) and call.cu_seqlens_k is not None:
+            used, offsets = counts_in(counts_of(call.cu_seqlens_k), len(call.cu_seqlens_k) - 1)
+            call = call._replace(cu_seqlens_k=offsets, seqused_k=used)
         family = compiled_kinds.family_of("forward", query, key, value, call)
+        if family.as_pages:
+            key, value = _unlike_a_tile(compiled_kinds.tiles(family, call.max_q)[1], key, value)
+            inputs = query, key, value
         if call.key_ranges is not None:
             return self._forward_in_ranges(family, inputs, call)
         launched = self._try_launch(family, inputs, call)
@@ -101,8 +110,7 @@ class _Adapter(NamedTuple):
                 # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
                 (value,) = _blanked(find_unused(query, key, call).keys, options["out"], value)
         tensors = {"q": query, "k": key, "v": value} | _further_tensors(call)
-        as_pages = compiled_kinds.tiles(family, call.max_q)[1] if family.as_pages else 0
-        package_call = PackageCall("forward", self.run_forward, tensors, options, as_pages)
+        package_call = PackageCall("forward", self.run_forward, tensors, options, family.as_pages)
         out, lse = self._run(family, package_call, inputs, call)
         return out, lse
 
@@ -185,8 +193,14 @@ class _Adapter(NamedTuple):
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
         """Return the launcher of a call's kind; None if the package has to run it. See `launchers`."""
         *grad_out, query, key, value = tensors[:-2] if direction == "backward" else tensors
+        derived = None
+        if direction == "forward" and compiled_kinds.counts_keys(query, key, value, call):
+            # Any offsets will do: it counts whether there are any, and how they are laid out.
+            call = call._replace(seqused_k=call.cu_seqlens_k)
+            derived = derivation_for(query.device)
         family = compiled_kinds.family_of(direction, query, key, value, call, *grad_out, *tensors[4:5])
-        return self._launcher(family, tensors, call)
+        launcher = self._launcher(family, tensors, call)
+        return launcher if launcher is None or derived is None else replace(launcher, counts=derived)
 
     def _try_launch(
         self, family: Family, inputs: tuple[Tensor, ...], call: Call
@@ -198,8 +212,8 @@ class _Adapter(NamedTuple):
         with _current(inputs[0].device):
             return launch(*_launch_arguments(inputs, call))
 
-    def _launcher(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> Launch | None:
-        """Return the function that launches calls of a kind by their arguments; None if none may."""
+    def _launcher(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> FunctionLauncher | None:
+        """Return what launches calls of a kind by their arguments; None if nothing may."""
         if not (self.tested_release and family.major == 9 and _is_plain(family, inputs, call)):
             return None
         of_lengths = family.class_of(*compiled_kinds.lengths_of(*inputs_of(inputs)[:2], call))
@@ -285,6 +299,11 @@ def _with_dense_integers(call: Call) -> Call:
         if (tensor := getattr(call, name)) is not None and tensor.stride(-1) != 1
     }
     return call._replace(**copies) if copies else call
+
+
+def _unlike_a_tile(tile: int, *tensors: Tensor) -> list[Tensor]:
+    """Return tensors (T, H, D), or copies with a further row, as a page of a tile's size is loaded whole."""
+    return [torch.cat((x, x[:1])) if len(x) == tile else x for x in tensors]
 
 
 def _is_plain(family: Family, inputs: tuple[Tensor, ...], call: Call) -> bool:

@@ -39,15 +39,9 @@ from attnreg.core.launching.programs import (
     Operand,
     Pages,
     PageTable,
-    page_of,
 )
 
 Results = tuple[Tensor, ...]
-# A function of a dense call's tensors. In a packed call more arguments follow: sinks, `seqused_k` and the
-# table of pages, as far as it has them, both offsets (with pages None for the key's), and the longest
-# lengths. The last argument is whether each row is known to belong to a sequence and to see a key. It returns
-# None if no launch is confirmed for the lengths.
-Launch = Callable[..., Results | None]
 
 
 class CompiledFunctions(NamedTuple):
@@ -72,8 +66,14 @@ def launch_of(
     arguments: LauncherArguments,
     compiled: dict[Class, CompiledFunctions],
     memory: Memory = UNINITIALIZED,
-) -> Launch:
-    """Return the function that launches calls of a family; `compiled` may get more classes later."""
+) -> FunctionLauncher:
+    """Return what launches calls of a family; `compiled` may get more classes later.
+
+    It takes a dense call's tensors. In a packed call more arguments follow: sinks, `seqused_k` and the table
+    of pages, as far as it has them, both offsets (with pages None for the key's), and the longest lengths.
+    The last argument is whether each row is known to belong to a sequence and to see a key. It returns None
+    if no launch is confirmed for the lengths.
+    """
     launches = _Launches(family, arguments, compiled, memory, {})
     if not family.packed:
         return FunctionLauncher(launches.launch_dense, programs=launches.described)
@@ -119,8 +119,8 @@ class _Launches(NamedTuple):
         query, key = tensors[:2] if self.is_forward else tensors[1:3]
         if self.family.sinks and tensors[-3].data_ptr() & 15:
             return None  # the package copies sinks that aren't aligned
-        if self.family.as_pages and not 0 < page_of(max_k, tiles(self.family, max_q)[1]) <= len(key):
-            return None
+        if self.family.as_pages and len(key) == tiles(self.family, max_q)[1]:
+            return None  # a page of a tile's size is loaded whole
         batch = len(tensors[-2]) - 1
         return self._run((batch, max_q, max_k, len(query), len(key)), query, key, tensors)
 

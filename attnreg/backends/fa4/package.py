@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.core.launching.programs import page_of, pages_of, table_of
+from attnreg.core.launching.programs import pages_of, table_of
 from attnreg.core.torchlib import caches
 from attnreg.core.torchlib.layout import readable
 from attnreg.core.torchlib.versions import version_of
@@ -66,14 +66,14 @@ class PackageCall(NamedTuple):
         tensors: tensors by the package's keywords, in the contract's order. The tensors of options follow.
             Both `cu_seqlens` of a packed call come last.
         options: all other keywords.
-        as_pages: the keys of a tile, if packed keys are read as pages; else 0.
+        as_pages: whether packed keys are read as pages.
     """
 
     direction: str
     function: Callable[..., Any]
     tensors: dict[str, Tensor]
     options: dict[str, Any]
-    as_pages: int = 0
+    as_pages: bool = False
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Call the function, and return the results that are used.
@@ -97,9 +97,8 @@ class PackageCall(NamedTuple):
     def _with_pages(self) -> dict[str, Tensor]:
         """Return the tensors with keys and values as overlapping pages, and offsets as their table."""
         tensors = dict(self.tensors)
-        size = page_of(self.options["max_seqlen_k"], self.as_pages)
         tensors["page_table"] = table_of(tensors.pop("cu_seqlens_k"))
-        return tensors | {name: pages_of(tensors[name], size) for name in ("k", "v")}
+        return tensors | {name: pages_of(tensors[name]) for name in ("k", "v")}
 
 
 def installed() -> str | None:

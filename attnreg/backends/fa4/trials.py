@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.fa4.compiled_kinds import Class, Family, tiles
-from attnreg.backends.fa4.launches import CompiledFunctions, Launch, LauncherArguments, launch_of
+from attnreg.backends.fa4.launches import CompiledFunctions, LauncherArguments, launch_of
 from attnreg.backends.fa4.package import SINKS, PackageCall
 from attnreg.backends.fa4.watching import RefutedError, Watcher, compare
-from attnreg.core.launching.programs import Memory, page_of
+from attnreg.core.launching.launchers import FunctionLauncher
+from attnreg.core.launching.programs import Memory
 from attnreg.core.torchlib.layout import uninitialized
 from attnreg.core.torchlib.readback import AsyncReadback
 
@@ -71,8 +72,8 @@ class Trials:
         self._confirmed: dict[Family, dict[Class, CompiledFunctions]] = {}
         self._trials: dict[tuple[Family, Class], _Trial] = {}
 
-    def launcher(self, family: Family, arguments: LauncherArguments) -> Launch:
-        """Return the function that launches calls of a family, as far as its kinds are confirmed."""
+    def launcher(self, family: Family, arguments: LauncherArguments) -> FunctionLauncher:
+        """Return what launches calls of a family, as far as its kinds are confirmed."""
         return launch_of(family, arguments, self._confirmed.setdefault(family, {}))
 
     def look(self, family: Family, of_lengths: Class) -> bool:
@@ -166,8 +167,8 @@ def _shorter(family: Family, of_lengths: Class, call: PackageCall) -> PackageCal
     max_q, max_k = (max(call.options[f"max_seqlen_{side}"] - 1, 1) for side in "qk")
     if family.class_of(batch, max_q, max_k) != of_lengths:
         return None
-    if call.as_pages and page_of(max_k, call.as_pages) >= len(call.tensors["k"]):
-        return None  # a row less than a page needs
+    if call.as_pages and len(call.tensors["k"]) - 1 == tiles(family, max_q)[1]:
+        return None  # a page of a tile's size is loaded whole
 
     def cut(name: str, x: Tensor) -> Tensor:
         if name == SINKS:

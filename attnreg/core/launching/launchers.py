@@ -37,6 +37,8 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.backend import Launcher as Launcher
+from attnreg.core.launching.counts import counts_in
+from attnreg.core.launching.derivation import Derivation
 from attnreg.core.launching.memory import address_of, inputs_of
 from attnreg.core.launching.regular import fills
 from attnreg.core.launching.rows import blanked, clear_backward, clear_forward
@@ -220,6 +222,8 @@ class FunctionLauncher:
             to run. C++ keeps what it returns.
         takes: which of `seqused_k` and `block_table` the function reads, for a kind of calls with these.
         zeroes_rows: as in `OpLauncher`.
+        counts: for a kind of calls of which all keys count, if the function takes `seqused_k` all the same:
+            what derives that of the offsets, and a copy of the key's offsets, as `counts.counts_in` reads it.
     """
 
     form: ClassVar = "function"
@@ -229,43 +233,27 @@ class FunctionLauncher:
     programs: Callable[..., tuple[Any, ...] | None] | None = None
     takes: tuple[str, ...] = ()
     zeroes_rows: bool = False
+    counts: Derivation | None = None
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""
         tensors, call = split(arguments)
-        if call is None or call.all_rows_see_keys:
-            return self.run(*arguments)
-        of_keys = dict(self.finite)
-        tensors = tuple(
-            blanked(x, call.offsets[of_keys[place]]) if place in of_keys else x
-            for place, x in enumerate(tensors)
-        )
+        if call is None:
+            return self.run(*tensors)
+        if self.counts is not None:
+            if (derived := self.counts.derive(*call.offsets)) is None:
+                return None
+            used, cu_seqlens_k = counts_in(derived[0], len(call.offsets[0]) - 1)
+            tensors, call = (*tensors, used), call._replace(offsets=(call.offsets[0], cu_seqlens_k))
+        if not call.all_rows_see_keys:
+            of_keys = dict(self.finite)
+            tensors = tuple(
+                blanked(x, call.offsets[of_keys[place]]) if place in of_keys else x
+                for place, x in enumerate(tensors)
+            )
         results = self.run(*tensors, *call.offsets, *call.longest, True)
-        used = tensors[FORWARD] if "seqused_k" in self.takes else None
-        return None if results is None else call.cleared(results, self.window, used)
-
-
-class OffsetsKernel(NamedTuple):
-    """A kernel on the GPU that writes what a launch reads of new offsets; the call cache launches it.
-
-    Its arguments have eight bytes each: the address of the tensor, the addresses of both offsets, their
-    strides, the number of sequences, `width`, then `words`.
-
-    Attributes:
-        launch, function: the address of cuLaunchKernel, and the function's handle.
-        threads: the threads of a block. All blocks together have at least `width`.
-        rows, width: the size of the tensor, int64 (rows, width).
-        words: the further arguments.
-        places: where in the tensor a launch reads, in bytes, as `Prepared.derive` returns them.
-    """
-
-    launch: int
-    function: int
-    threads: int
-    rows: int
-    width: int
-    words: tuple[int, ...]
-    places: tuple[int, ...]
+        count = tensors[FORWARD] if "seqused_k" in self.takes else None
+        return None if results is None else call.cleared(results, self.window, count)
 
 
 class Prepared(NamedTuple):
@@ -284,17 +272,11 @@ class Prepared(NamedTuple):
         lse_token_first: whether a packed forward's LSE, (H, T), has the strides (1, H).
         lse_strides: the strides that a backward's LSE has to have, which is copied otherwise; None if any
             will do.
-        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns a tensor with all that the kernel reads of packed
-            calls' offsets, and places in it. The places, in bytes, belong to the numbers in `operands`. It
-            returns None if it can't run any more. `offsets.derived_from` keeps the tensor. While offsets and
-            tensor exist unchanged, it is called again only after `offsets.TRUSTED` seconds. None for dense
-            calls. A third argument is a tensor that `kernel` has written for these offsets. Launches have
-            read it for `TRUSTED` seconds, and the device has to compare it.
+        derivation: what derives all that the kernel reads of packed calls' offsets. Its places belong to the
+            numbers in `operands`. None for dense calls.
         lengths: for which other lengths, with the same strides, all of this is the same: of batch, max_q,
             max_k, tokens_q and tokens_k the least and the most. The call cache then doesn't ask again. None
             if it is for just the lengths that were asked for.
-        kernel: the kernel that writes the same as `derive`, which the call cache launches for new offsets. If
-            it is None, `derive` is called for them.
     """
 
     launch: Callable[[int, int, int], bool]
@@ -302,9 +284,8 @@ class Prepared(NamedTuple):
     workspace: int = 0
     lse_token_first: bool = False
     lse_strides: tuple[int, ...] | None = None
-    derive: Callable[..., tuple[Tensor, tuple[int, ...]] | None] | None = None
+    derivation: Derivation | None = None
     lengths: tuple[tuple[int, int], ...] | None = None
-    kernel: OffsetsKernel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,8 +344,8 @@ class AddressLauncher:
                 for x in tensors[1:4]
             )
         read: tuple[Tensor, tuple[int, ...]] | None = None
-        if how.derive is not None and call is not None:
-            read = how.derive(*call.offsets)
+        if how.derivation is not None and call is not None:
+            read = how.derivation.derive(*call.offsets)
             if read is None:
                 return None
         addresses = _addresses(how, (*tensors, *results), read)

@@ -69,7 +69,7 @@ class Like(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Packed rows (T, H, D) as pages that overlap; see `pages_of`."""
+    """Packed rows (T, H, D) as pages that overlap; see `pages_of`. There are other than `tile` rows."""
 
     number: int
     tile: int
@@ -134,15 +134,14 @@ class Memory(NamedTuple):
 UNINITIALIZED = Memory()
 
 
-def page_of(longest: int, tile: int) -> int:
-    """Return the size of overlapping pages of sequences up to a length, but not the size of a tile."""
-    return longest + (longest == tile)
+def pages_of(rows: Tensor) -> Tensor:
+    """Return rows (T, H, D) as pages of T rows that overlap, (1, T, H, D): page p begins at row p.
 
-
-def pages_of(rows: Tensor, size: int) -> Tensor:
-    """Return rows (T, H, D) as pages (P, size, H, D): page p begins at row p."""
+    The shape has the first page alone, as the others reach beyond the rows. A kernel reads them by the same
+    strides, as far as keys count.
+    """
     first, *rest = rows.stride()
-    return rows.as_strided((len(rows) - size + 1, size, *rows.shape[1:]), (first, first, *rest))
+    return rows.as_strided((1, *rows.shape), (first, first, *rest))
 
 
 def table_of(offsets: Tensor) -> Tensor:
@@ -166,7 +165,7 @@ def run(
             tensor = memory.new(shape, contiguous_strides(shape), buffer.dtype, device)
             tensors.append(tensor.zero_() if buffer.zero else tensor)
         elif isinstance(buffer, Pages):
-            tensors.append(pages_of(tensors[buffer.number], page_of(numbers[2], buffer.tile)))
+            tensors.append(pages_of(tensors[buffer.number]))
         elif isinstance(buffer, PageTable):
             tensors.append(table_of(tensors[buffer.number]))
         else:

@@ -183,6 +183,19 @@ extern "C" __global__ void __launch_bounds__(1024) attnreg_facts(
   write_facts(result, place, offsets_q, offsets_k, batch, tokens_q, tokens_k, step_q, step_k);
 }
 
+// How many keys each sequence has and, behind a multiple of four numbers, the offsets: see counts.py. `OffsetsKernel` in Python
+// says which arguments such a kernel gets.
+extern "C" __global__ void attnreg_counts(
+    int* numbers, const int*, const int* offsets_k, i64, i64 step_k, i64 batch, i64) {
+  const i64 sequence = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (sequence >= batch) return;
+  int* const offsets = numbers + (batch + 3) / 4 * 4;
+  const int begin = offsets_k[sequence * step_k], end = offsets_k[(sequence + 1) * step_k];
+  numbers[sequence] = end - begin;
+  offsets[sequence] = begin;
+  if (sequence == batch - 1) offsets[batch] = end;
+}
+
 // Write new rows of keys and values behind the `used` ones of each sequence of a cache, and into `counts` how many there are
 // then. A sequence has `width` pages of `size` tokens, of all `pages`; without a table it is a page, in order. A warp writes
 // a row of all heads, even ones of keys. A number out of range ends in an error of CUDA.

@@ -28,6 +28,8 @@ BLANK = DeviceKernel("attnreg_blank", _SOURCE)
 FACTS = DeviceKernel("attnreg_facts", _SOURCE)
 # Launched by the call cache alone (`dispatch/csrc/decode.h`).
 APPEND = DeviceKernel("attnreg_append", _SOURCE)
+# Launched by the call cache alone, as `counts` describes it.
+COUNTS = DeviceKernel("attnreg_counts", _SOURCE)
 
 
 def clear_forward(

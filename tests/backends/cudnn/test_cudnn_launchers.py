@@ -182,7 +182,7 @@ def test_a_dense_launch_is_of_its_sizes(kernels, batch):
     _, backward = launchers_of(kernels, given)
     _, tensors, call = both(kernels, given)
     prepared = backward.prepare(*lengths_and_strides(tensors, call))
-    assert (prepared.lse_strides, prepared.derive) == ((24, 6, 1), None)
+    assert (prepared.lse_strides, prepared.derivation) == ((24, 6, 1), None)
     longer = both(kernels, dense(batch, 7, 9))
     assert backward.prepare(*lengths_and_strides(longer[1], call._replace(max_q=7))) is not prepared
 
@@ -305,7 +305,7 @@ def test_nothing_is_launched_once_the_execution_plan_is_dropped(kernels, module,
     prepared = launcher.prepare(*lengths_and_strides(inputs, call))
     kernels.forward.args[0]._release()
     assert prepared.launch(0, 0, 7) is False
-    assert prepared.derive(cu_seqlens_q, cu_seqlens_k) is None
+    assert prepared.derivation.derive(cu_seqlens_q, cu_seqlens_k) is None
     assert launcher.on_addresses(*given) is None
     built = len(module.graphs)
     assert torch.equal(launcher(*given)[0], expected[0])

@@ -11,6 +11,7 @@ from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, en
 from attnreg import Call, Device
 from attnreg.backends import fa4
 from attnreg.backends.fa4 import adapter, compiled_kinds, launches
+from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.options import OPTIONS
 from attnreg.core.dispatch import planning
 from attnreg.core.launching import launchers as contract_launchers
@@ -327,30 +328,35 @@ def test_keys_of_which_not_all_count_are_read_as_pages_without_a_copy(kernels, p
         assert [name for name, _ in package.calls] == ([] if seed else ["forward"])
         for _, arguments in package.calls:
             pages, table = arguments["v"], arguments["page_table"]
-            assert (pages.data_ptr(), pages.shape[1]) == (given[2].data_ptr(), max(lengths))
+            assert (pages.data_ptr(), pages.shape[:2]) == (given[2].data_ptr(), (1, len(given[2])))
             assert table.data_ptr() == given[3].cu_seqlens_k.data_ptr()
 
 
 def test_a_page_has_not_the_size_of_a_tile_which_would_be_loaded_whole(kernels, package):
-    for longest, size in ((127, 127), (128, 129), (129, 129)):
-        given = counted((longest, 30), (100, 7), max_k=longest)
-        compiled_kinds.have_run.clear()
-        kernels = fa4.BACKEND.load()
-        package.calls.clear()
+    for room, size in ((27, 127), (28, 129), (29, 129)):
+        for seed in range(3):
+            given = counted((70, 30), (70, 7), seed, room=room)
+            package.calls.clear()
+            assert_true(kernels.forward(*given), *given)
+            for _, arguments in package.calls:
+                assert arguments["k"].shape[:2] == (1, size)
+        launch = kernels.specialize("forward", given[:3], given[3])
+        *tensors, call = given
+        further = call.seqused_k, call.cu_seqlens_q, call.cu_seqlens_k, 1, 70, False
+        assert (launch(*tensors, *further) is None) is (room == 28)
+
+
+def test_a_longest_key_that_is_too_long_or_too_short_changes_nothing(kernels, package):
+    for seed, max_k in enumerate((20, 1000, 3)):
+        given = counted((9, 20, 5), (4, 20, 1), seed, max_k=max_k)
         assert_true(kernels.forward(*given), *given)
-        assert package.calls[0][1]["k"].shape[1] == size
+    assert [arguments["page_table"].shape for _, arguments in package.calls] == [(3, 1)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"max_k": 60}, {"max_k": 128, "lengths": (90, 38), "room": 0}, {"dim": 24}, {"dim": 96}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"dim": 24}, {"dim": 96}], ids=str)
 def test_where_pages_cannot_be_read_unused_values_are_copied(kernels, package, options):
-    """A page is longer than all keys, also because it mustn't be a tile; or head dims are out of reach."""
     for seed in range(2):
-        given = counted(options.get("lengths", (9, 20, 5)), (4, 20, 1)[: 2 if "lengths" in options else 3],
-                        seed, **{name: x for name, x in options.items() if name != "lengths"})  # fmt: skip
+        given = counted((9, 20, 5), (4, 20, 1), seed, **options)
         package.calls.clear()
         assert_true(kernels.forward(*given), *given)
         ((_, arguments),) = package.calls
@@ -370,9 +376,7 @@ def test_keys_that_are_not_aligned_or_are_expanded_are_not_read_as_pages(kernels
         assert package.calls[0][1]["page_table"] is None
 
 
-def test_a_launcher_of_counted_keys_runs_any_lengths_and_leaves_longer_pages_than_keys_to_python(
-    kernels, package
-):
+def test_a_launcher_of_counted_keys_runs_any_lengths(kernels, package):
     for seed in range(2):
         kernels.forward(*counted((9, 20, 5), (4, 20, 1), seed))
     *tensors, call = counted((9, 20, 5), (4, 20, 1), 3)
@@ -385,8 +389,92 @@ def test_a_launcher_of_counted_keys_runs_any_lengths_and_leaves_longer_pages_tha
         for known in (False, True) if 0 not in used else (False,):
             results = launch(*tensors, call.seqused_k, *offsets, call.max_q, call.max_k, known)
             assert_true(results, *tensors, call)
-        assert launch(*tensors, call.seqused_k, *offsets, 1, len(tensors[1]) + 1, False) is None
     assert package.calls == []
+
+
+def few(queries, lengths, seed=0, tail=3, dim=16, window=(-1, -1)):
+    """Return a packed call with so many queries a sequence; keys end in a tail of NaN that none has."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    tokens, rows = int(ends[-1]) + tail, queries * len(lengths)
+    query, key, value, _ = (x[0] for x in dense(rows, tokens, batch=1, seed=seed, dim=dim, heads_k=2))
+    for x in (key, value):
+        x[len(x) - tail :] = torch.nan
+    offsets = torch.arange(len(lengths) + 1, dtype=torch.int32) * queries
+    call = Call(0.25, queries, max(lengths), window, cu_seqlens_q=offsets, cu_seqlens_k=ends)
+    return query, key, value, call
+
+
+def true_of_few(query, key, value, call):
+    end, offsets = int(call.cu_seqlens_k[-1]), (call.cu_seqlens_q, call.cu_seqlens_k)
+    tensors = (x.double() for x in (query, key[:end], value[:end]))
+    return truth.varlen(*tensors, *offsets, scale=call.scale, window=call.window)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0)], ids=str)
+@pytest.mark.parametrize(("queries", "is_counted"), [(1, True), (16, True), (17, False)])
+def test_the_keys_of_few_queries_are_counted_and_their_values_not_copied(
+    kernels, package, queries, is_counted, window
+):
+    for seed, lengths in enumerate(((40, 20, 31), (17, 60), (30, 0, 18))):
+        *tensors, call = given = few(queries, lengths, seed, window=window)
+        package.calls.clear()
+        results = kernels.forward(*given)
+        for got, true in zip(results, true_of_few(*given), strict=True):
+            truth.assert_near(got, true, torch.bfloat16)
+        for _, arguments in package.calls:
+            assert (arguments["v"].data_ptr() == tensors[2].data_ptr()) is is_counted
+            assert (arguments["page_table"] is not None) is is_counted
+            counts = arguments["seqused_k"]
+            assert (None if counts is None else counts.tolist()) == (list(lengths) if is_counted else None)
+    launch = kernels.specialize("forward", tensors, call)
+    assert (launch.counts is not None, "seqused_k" in launch.takes) == (is_counted, is_counted)
+
+
+def test_a_launcher_counts_the_keys_of_other_offsets_and_of_offsets_that_were_written_to(kernels, package):
+    for seed in range(2):
+        kernels.forward(*few(1, (9, 20, 5), seed))
+    *tensors, call = few(1, (9, 20, 5), 3)
+    launch = kernels.specialize("forward", tensors, call)
+    package.calls.clear()
+    for seed, lengths in enumerate(((31, 2), (7,), (4, 0, 8))):
+        *tensors, call = few(1, lengths, seed)
+        for begins in (None, len(lengths) - 1):
+            if begins is not None:
+                call.cu_seqlens_k[begins] += begins > 0
+            got = launch(*tensors, call.cu_seqlens_q, call.cu_seqlens_k, 1, call.max_k, False)
+            for one, true in zip(got, true_of_few(*tensors, call), strict=True):
+                truth.assert_near(one, true, torch.bfloat16)
+    assert package.calls == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda call: call._replace(cu_seqlens_k=call.cu_seqlens_q, max_k=1),
+        lambda call: call._replace(batch_invariant=True),
+    ],
+    ids=["same offsets", "batch-invariant"],
+)
+def test_keys_are_not_counted_where_nothing_would_be_copied_or_no_test_has_tried_it(
+    kernels, package, changed
+):
+    query, key, value, call = few(1, (9, 20, 5), tail=0)
+    kernels.forward(query, key, value, changed(call))
+    (_, arguments), *_ = package.calls
+    assert arguments["page_table"] is arguments["seqused_k"] is None
+
+
+def test_a_graph_may_record_a_kind_whose_keys_were_counted_once_it_has_run(kernels, monkeypatch):
+    device = dataclasses.replace(Device.parse("sm_90"), simulated=False)
+    monkeypatch.setattr(planning, "device_of", lambda _: device)
+    query, key, value, call = few(1, (9, 20, 5))
+    spec = planning.spec_of(query, key, value, call, False).but(capturing=True)
+    more = spec.but(max_q=17)
+    assert any("once before it can be recorded" in why for why in fa4._not_yet_compiled(spec, "forward"))
+    kernels.forward(query, key, value, call)
+    assert list(fa4._not_yet_compiled(spec, "forward")) == []
+    assert list(fa4._not_yet_compiled(more, "forward")) != []
+    assert Cut.of("max_q", at=17) in list(fa4._cuts(spec))
 
 
 @pytest.mark.parametrize("change", [lambda x: x, moved, lambda x: x[:, :1].expand(x.shape)])

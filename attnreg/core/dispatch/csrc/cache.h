@@ -59,6 +59,8 @@ struct Entry {  // how a call is run: by one of the four, or by torch's own kern
   Window window{};  // of a packed call on a GPU: by it rows are cleared that aren't known to see a key
   bool clears = false;  // whether they are cleared for a function of Python's; after the others they always are
   bool zeroes_rows = false;  // whether a forward writes 0 to output rows of a sequence without keys
+  // Of a function of Python's that takes how many keys of each sequence count, where all do: what derives that.
+  std::optional<Derivation> counts{};
   std::vector<std::pair<size_t, bool>> finite{};  // tensors whose rows of no sequence have to be finite, and (true) of keys
   Tallies tallies;
   Object decline_reason;  // counts an error, and returns None unless the backend declines the call with it

@@ -168,6 +168,9 @@ inline void read_function_launcher(PyObject* launcher, Entry& entry) {
   entry.clears = true;
   entry.zeroes_rows = flag_attribute(launcher, "zeroes_rows");
   entry.finite = places_attribute(launcher, "finite");
+  if (const Object counts = attribute(launcher, "counts"); counts.get() != Py_None) {
+    entry.counts = read_derivation(counts.get());
+  }
   if (const Object describe = attribute(launcher, "programs"); describe.get() != Py_None) {
     auto programs = std::make_shared<Programs>();
     programs->describe = held_function(describe.get());

@@ -290,16 +290,10 @@ inline at::Tensor allocated(const ProgramBuffer& buffer, const Tensors& tensors,
   return buffer.zero ? at::zeros(sizes, options) : at::empty(sizes, options);
 }
 
-// How many rows a page of a buffer has, of sequences up to this length.
-inline int64_t page_of(const ProgramBuffer& buffer, int64_t longest) {
-  return longest + (longest == buffer.tile);
-}
-
-// Whether pages of rows have a row, and as many rows as the tensor at most.
-inline bool pages_fit(const Program& program, const Tensors& tensors, int64_t longest) {
+// Whether pages of a tensor's rows can have as many rows as the tensor, which must not be those of a tile.
+inline bool pages_fit(const Program& program, const Tensors& tensors) {
   return std::all_of(program.buffers.begin(), program.buffers.end(), [&](const ProgramBuffer& buffer) {
-    const int64_t page = page_of(buffer, longest);
-    return buffer.kind != BufferKind::kPages || (page > 0 && page <= tensors[buffer.number].size(0));
+    return buffer.kind != BufferKind::kPages || tensors[buffer.number].size(0) != buffer.tile;
   });
 }
 
@@ -308,14 +302,13 @@ struct Shape {
 };
 
 // A view, which needs no tensor of torch's: rows (T, H, D) as pages that overlap, or offsets (B + 1,) as their table (B, 1).
-inline DLTensor view_of(const ProgramBuffer& buffer, const at::Tensor& x, int64_t longest, Shape& shape) {
+inline DLTensor view_of(const ProgramBuffer& buffer, const at::Tensor& x, Shape& shape) {
   DLTensor view = dl_tensor(x);
   if (buffer.kind == BufferKind::kTable) {
     shape = {{x.size(0) - 1, 1}, {x.stride(0), 1}};
     view.ndim = 2;
   } else {
-    const int64_t page = page_of(buffer, longest);
-    shape = {{x.size(0) - page + 1, page, x.size(1), x.size(2)}, {x.stride(0), x.stride(0), x.stride(1), x.stride(2)}};
+    shape = {{1, x.size(0), x.size(1), x.size(2)}, {x.stride(0), x.stride(0), x.stride(1), x.stride(2)}};
     view.ndim = 4;
   }
   view.shape = shape.sizes.data();
@@ -350,8 +343,7 @@ inline bool launch(const Programs& programs, const Launch& call, Tensors& result
     return false;
   }
   const auto program = program_for(programs, call.lengths);
-  const int64_t longest = call.lengths.numbers[Lengths::kMaxK];
-  if (!program || !pages_fit(*program, call.tensors, longest)) {
+  if (!program || !pages_fit(*program, call.tensors)) {
     return false;
   }
   std::array<int64_t, kNumbers> numbers;
@@ -374,7 +366,7 @@ inline bool launch(const Programs& programs, const Launch& call, Tensors& result
   for (size_t i = 0; i < program->buffers.size(); i++) {
     const ProgramBuffer& buffer = program->buffers[i];
     if (buffer.kind == BufferKind::kPages || buffer.kind == BufferKind::kTable) {
-      described.push_back(view_of(buffer, tensors[buffer.number], longest, shapes[i]));
+      described.push_back(view_of(buffer, tensors[buffer.number], shapes[i]));
       tensors.emplace_back();
     } else {
       tensors.push_back(allocated(buffer, tensors, numbers));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "offsets.h"
@@ -98,6 +99,13 @@ inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tenso
   return key;
 }
 
+// What a launcher is given that takes how many keys of each sequence count, where all do.
+inline Tensors with_offsets_of_keys(const Tensors& tensors, const at::Tensor& offsets) {
+  Tensors with_offsets(tensors.begin(), tensors.end() - 1);
+  with_offsets.push_back(offsets);
+  return with_offsets;
+}
+
 // What a launcher that counts sinks is given: they come before the offsets.
 inline Tensors with_sinks_given(const Tensors& tensors, const at::Tensor& sinks) {
   Tensors with_sinks(tensors.begin(), tensors.end() - 2);
@@ -106,12 +114,29 @@ inline Tensors with_sinks_given(const Tensors& tensors, const at::Tensor& sinks)
   return with_sinks;
 }
 
+struct Counts {  // see `launching/counts.py`
+  at::Tensor counts, offsets;
+};
+
+// How many keys each sequence has, and a copy of the offsets, derived once for all calls with them; nothing where that can't be
+// done any more.
+inline std::optional<Counts> counts_of(const Derivation& derivation, const at::Tensor& queries, const at::Tensor& keys) {
+  const c10::OptionalDeviceGuard device_guard(queries.device());
+  const int64_t batch = queries.size(0) - 1;
+  const WithGil gil;
+  const auto read = derive(derivation, queries, keys, stream_of(queries));
+  if (!read) {
+    return std::nullopt;
+  }
+  return Counts{ints_in(read->tensor, 0, batch), ints_in(read->tensor, (batch + 3) / 4 * 4, batch + 1)};
+}
+
 // Run a kept call; false where there is none, or it can't be run so. The caller counts `sinks` that the entry doesn't.
 // `known` is what is known of rows, which is found out unless every row sees a key.
 inline bool run_varlen(
     const Key& key, const Lengths& lengths, const LookedUp& looked_up, const Tensors& tensors, size_t query, Facts& known,
     const Further& further, Tensors& results) {
-  const at::Tensor &sinks = further.sinks, &used = further.used;
+  const at::Tensor& sinks = further.sinks;
   const Entry* entry = looked_up.entry.get();
   if (!entry || entry->is_due() || entry->is_native()) {
     return false;
@@ -123,6 +148,11 @@ inline bool run_varlen(
   }
   const at::Tensor &queries = tensors[count - 2], &keys = tensors[count - 1];  // of a dense call nothing asks for them
   const int64_t tokens_q = lengths.numbers[Lengths::kTokensQ], tokens_k = lengths.numbers[Lengths::kTokensK];
+  const auto counts = entry->counts ? counts_of(*entry->counts, queries, keys) : std::nullopt;
+  if (entry->counts && !counts) {
+    return false;
+  }
+  const at::Tensor& used = counts ? counts->counts : further.used;
   Question question;
   bool fills_queries = further.fills_queries, asks_queries = false;
   if (!known.knows_rows && tensors[query].is_cuda()) {
@@ -136,8 +166,9 @@ inline bool run_varlen(
     }
   }
   fills_queries = fills_queries || known.fills_rows || known.knows_rows;
-  const Tensors with_sinks = entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
-  Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, is_packed, known.knows_rows, known.fills_rows, query == 0};
+  const Tensors operands = counts ? with_offsets_of_keys(tensors, counts->offsets)
+                               : entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
+  Launch call{operands.empty() ? tensors : operands, lengths, is_packed, known.knows_rows, known.fills_rows, query == 0};
   call.used = used.defined() ? &used : nullptr;
   call.table = further.table.defined() ? &further.table : nullptr;
   call.fills_queries = fills_queries;
