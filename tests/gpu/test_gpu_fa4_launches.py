@@ -167,6 +167,68 @@ def test_keys_of_which_not_all_count_are_launched_by_their_arguments(named, thro
     assert through_package == []
 
 
+def few_call(seed, queries=1, heads=(8, 2), dim=64, dim_v=None, tail=0, longest=600, count=(3, 8), **options):
+    """Return query, key, value and call of few queries a sequence and new lengths of keys, and the truth.
+
+    A sequence in five has no keys. The last `tail` rows of keys and values, in no sequence, hold NaN.
+    """
+    lens_k = options.pop("lens_k", None)
+    (batch,) = numbers(seed, *count, 1)
+    lens_k = lens_k or [0 if n % 5 == 3 else x for n, x in enumerate(numbers(seed + 60, 1, longest, batch))]
+    query = drawn(seed, queries * len(lens_k), heads[0], dim)
+    rows = [drawn(seed + n, sum(lens_k) + tail, heads[1], d) for n, d in ((200, dim), (300, dim_v or dim))]
+    ends, others = gpu.offsets_of([queries] * len(lens_k)), gpu.offsets_of(lens_k)
+    call = Call(dim**-0.5, queries, max(lens_k), cu_seqlens_q=ends, cu_seqlens_k=others)
+    call = call._replace(**options)
+    right = truth.varlen(
+        query.cpu(), *(x[: sum(lens_k)].cpu() for x in rows), ends.cpu(), others.cpu(),
+        scale=call.scale, window=call.window,
+    )  # fmt: skip
+    for x in rows:
+        x[sum(lens_k) :] = torch.nan
+    return (query, *rows, call), right
+
+
+FEW = {
+    "open": {},
+    "causal, a tail": {"window": CAUSAL, "dim": 128, "tail": 70},
+    "a window": {"window": (40, 0), "heads": (4, 4), "tail": 3},
+    "4 queries, causal": {"queries": 4, "window": CAUSAL, "dim": 128},
+    "16 queries, a tail": {"queries": 16, "heads": (4, 4), "tail": 200},
+    "16 queries, heads beyond a tile": {"queries": 16, "heads": (16, 1), "dim": 128, "window": CAUSAL},
+    "head dims (192, 128)": {"dim": 192, "dim_v": 128, "tail": 9},
+    "head dim 256": {"dim": 256, "heads": (4, 2), "tail": 9},
+    "one sequence": {"count": (1, 2), "tail": 50},
+    "hundreds of sequences": {"count": (260, 300), "longest": 40},
+    "a longest length beyond all keys": {"max_k": 30_000, "tail": 5},
+    "a longest length that is too short": {"max_k": 1},
+}
+
+
+@pytest.mark.parametrize("options", FEW.values(), ids=FEW)
+def test_few_queries_of_new_lengths_of_keys_are_launched_by_their_arguments(named, through_package, options):
+    kernels = registry.find(named).kernels()
+    for seed in range(TIMES):
+        (query, key, value, call), (right, right_lse) = few_call(seed, **options)
+        through_package.clear()
+        for _ in range(2):  # once by counts that are derived, then by the same
+            out, lse = kernels.forward(query, key, value, call)
+            gpu.assert_near((out,), (right,))
+            truth.assert_near(lse.cpu(), right_lse, torch.float32)
+        torch.cuda.synchronize()  # so that the device has reported on the trial
+    assert through_package == []
+
+
+def test_as_many_keys_as_a_tile_has_are_right_also_behind_them(named, through_package):
+    kernels = registry.find(named).kernels()
+    for seed, lens_k in enumerate(((127,), (128,), (129,), (100, 28), (1, 127), (64, 0, 64), (128,))):
+        given, (right, right_lse) = few_call(seed, lens_k=lens_k)
+        out, lse = kernels.forward(*given)
+        torch.cuda.synchronize()
+        gpu.assert_near((out,), (right,))
+        truth.assert_near(lse.cpu(), right_lse, torch.float32)
+
+
 PACKED = {
     "open": {},
     "causal, shared heads": {"window": CAUSAL, "heads": (8, 2), "dim": 128},

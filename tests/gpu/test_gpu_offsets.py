@@ -321,6 +321,72 @@ def test_decoding_with_one_key_more_each_time_takes_no_small_kernel(named, compi
     assert any("splitkv" in name for name in names) is (heads[0] != heads[1])
 
 
+@pytest.mark.only_for("FA4")
+@HEADS
+@pytest.mark.parametrize("queries", [1, 3])
+def test_all_layers_share_the_counts_of_new_keys_and_no_value_is_copied(
+    named, compiled_cache, heads, queries
+):
+    """If a sequence has fewer keys than queries, a causal mask hides all of them from its first query."""
+    ends = torch.arange(5, dtype=torch.int32, device="cuda") * queries
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(rows, count):
+        return torch.randn(rows, count, 64, device="cuda", generator=generator).to(gpu.BF16)
+
+    def step(more, compares=False):
+        lengths = (300 + more, 5, 0, 650)
+        cu_seqlens_k, tail = gpu.offsets_of(lengths), 40
+        query, keys, values = (
+            drawn(4 * queries, heads[0]),
+            *(drawn(sum(lengths) + tail, heads[1]) for _ in "kv"),
+        )
+        for x in (keys, values):
+            x[-tail:] = torch.nan
+        with torch.no_grad():
+            outs = [
+                attnreg.varlen_attn(
+                    query,
+                    keys,
+                    values,
+                    ends,
+                    cu_seqlens_k,
+                    queries,
+                    700,
+                    True,
+                    enable_gqa=True,
+                    backend=named,
+                )
+                for _ in range(3)
+            ]
+        if compares:
+            shared = (
+                x[:-tail].double().repeat_interleave(heads[0] // heads[1], 1).cpu() for x in (keys, values)
+            )
+            right, _ = truth.varlen(query.cpu(), *shared, ends.cpu(), cu_seqlens_k.cpu(), window=(-1, 0))
+            for out in outs:
+                truth.assert_near(out.cpu(), right, gpu.BF16)
+
+    for number in range(12):
+        step(number, compares=True)
+        torch.cuda.synchronize()
+    numbers = iter(range(20, 30))
+    clears = [] if queries == 1 else ["attnreg_clear_forward"] * 3
+    assert own_kernels(lambda: step(next(numbers))) == [*clears, "attnreg_counts"]
+
+
+@pytest.mark.only_for("FA4")
+def test_counts_follow_offsets_that_are_written_to_in_place(named, compiled_cache):
+    ends, keys = (torch.arange(5, dtype=torch.int32, device="cuda") * n for n in (1, 100))
+    query, key, value = (torch.randn(n, 4, 64, device="cuda").to(gpu.BF16) for n in (4, 500, 500))
+    for more in (0, 0, 0, 0, 3, 60, 100):
+        keys[1:] += more // 4
+        with torch.no_grad():
+            out = attnreg.varlen_attn(query, key, value, ends, keys, 1, 300, backend=named)
+        right, _ = truth.varlen(*(x.cpu() for x in (query, key, value, ends, keys)))
+        truth.assert_near(out.cpu(), right, gpu.BF16)
+
+
 @pytest.mark.only_for("FA2")
 @HEADS
 def test_new_offsets_of_single_queries_are_asked_about_by_the_kernel_that_clears(

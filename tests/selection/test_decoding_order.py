@@ -29,10 +29,10 @@ FA4_FIRST, FA2_FIRST = ["FA4", "FA2", "cuDNN"], ["FA2", "cuDNN", "FA4"]
         ({"heads_k": 16, "capturing": True}, ["FA4", "cuDNN", "FA2"]),
         ({"max_q": 255, "tokens_q": 4080}, FA4_FIRST),
         ({"max_q": 256, "tokens_q": 4096}, ["FA4", "cuDNN", "FA2"]),
-        # Values are copied: head dims, a GPU, or fewer keys than a sequence may have.
+        ({"max_k": 4096, "tokens_k": 4095}, FA4_FIRST),  # fewer keys than a sequence may have
+        # Values are copied, by the head dims or the GPU.
         ({"max_k": 4096, "head_dim": 24, "head_dim_v": 24}, FA2_FIRST),
         ({"max_k": 4096, "device": "sm_100"}, FA2_FIRST),
-        ({"max_k": 4096, "tokens_k": 4095}, FA2_FIRST),
         ({"seqused_k": False}, ["FA4", "cuDNN", "FA2"]),
         ({"page_size": 256}, ["FA4", "cuDNN", "FA2"]),
     ],

@@ -481,14 +481,47 @@ def test_steps_of_training_are_chosen_by_the_times_of_both_directions(here, ran,
 def test_a_step_whose_choice_builds_for_each_shape_is_decided_by_its_shape(
     here, lengths_decided, routers, ran
 ):
-    """Also if other steps of the class have come before."""
+    """Also if other steps of the class have come before, and what it builds takes no time."""
+    sizes = {128: (took(40.0, 0.0, 1e-9), took(10.0)), 1024: (took(200.0, 0.0, 1e-9), took(900.0))}
+    attnreg.configure(here(*crossing(sizes, "first", "second", cpu=990.0)))
+    first = [*range(120, 121 + FEW_SHAPES)]
+    for length in (*first, 200, 900, 901, 250):
+        call(length)
+        call(length)
+    assert ran() == {"first": (4, 0), "second": (6 + 2 * FEW_SHAPES, 0)}
+    assert lengths_decided == [*first, 900, 901, 250]
+
+
+def test_a_backend_that_builds_for_each_shape_is_not_tried_late_by_a_program_of_ever_new_shapes(
+    here, lengths_decided, routers, ran
+):
+    """Shapes count from the first call on, as times of other lengths choose it."""
     sizes = {128: (took(40.0, 0.0, 0.05), took(10.0)), 1024: (took(200.0, 0.0, 0.05), took(900.0))}
     attnreg.configure(here(*crossing(sizes, "first", "second", cpu=990.0)))
-    for length in (120, 200, 900, 901, 250):
+    first = [*range(120, 121 + FEW_SHAPES)]
+    for length in (*first, 200, 900, 901, 250):
         call(length)
         call(length)
-    assert ran() == {"first": (4, 0), "second": (6, 0)}
-    assert lengths_decided == [120, 900, 901, 250]
+    assert ran() == {"second": (2 * (len(first) + 4), 0)}
+    assert lengths_decided == first
+
+
+@pytest.mark.parametrize("why", ["disabled", "unable"])
+def test_shapes_do_not_count_for_a_backend_that_runs_no_such_call(
+    here, lengths_decided, known, routers, ran, monkeypatch, why
+):
+    sizes = {128: (took(40.0, 0.0, 0.05), took(10.0)), 1024: (took(200.0, 0.0, 0.05), took(900.0))}
+    if why == "unable":
+        first = dataclasses.replace(
+            known["first"].backend, builds=lambda spec: True, refuses=lambda spec: ["not such a call"]
+        )
+        know(monkeypatch, first, *(known[name].backend for name in ("second", "math")))
+    settings = 'disabled = ["first"]\n' if why == "disabled" else ""
+    attnreg.configure(here(*crossing(sizes, "first", "second", cpu=990.0), settings=settings))
+    for length in range(120, 128):
+        call(length)
+    assert ran() == {"second": (8, 0)}
+    assert lengths_decided == [120]
 
 
 def test_a_step_that_comes_after_a_change_is_decided_by_the_change(here, routers, ran):

@@ -62,11 +62,14 @@ def _detail(
 ) -> Detail:
     """Return what the decisions about a call depend on besides the class of its lengths.
 
-    All lengths count in three cases. Times chose a backend that builds something for each shape. Calls are
-    recorded, or locked by exact lengths. A backend that was asked, or whose rank was compared, looks at a
-    length that no cut names. Where calls are timed, those of similar lengths are.
+    All lengths count in three cases. Times chose a backend that builds something for each shape, or may do so
+    as long as few shapes have come. Calls are recorded, or locked by exact lengths. A backend that was asked,
+    or whose rank was compared, looks at a length that no cut names. Where calls are timed, those of similar
+    lengths are.
     """
-    if builds_by_times(decisions[-1], now.entries, spec):
+    if builds_by_times(decisions[-1], now.entries, spec) or (
+        not kind.brings_new_shapes and _may_build_by_times(now, decisions[-1], spec, direction)
+    ):
         return Detail.SHAPES
     lock = now.policy.lock
     if trace.is_recording() or (
@@ -107,6 +110,20 @@ def builders(entries: Mapping[str, Entry], spec: AttentionSpec) -> frozenset[str
 
 def _is_by_times(decision: Decision) -> bool:
     return decision.predicted is not None and decision.backend not in decision.asked_for
+
+
+def _may_build_by_times(now: State, decision: Decision, spec: AttentionSpec, direction: Direction) -> bool:
+    """Whether times of other lengths may choose a backend that builds something for each shape.
+
+    While backends take turns, the shapes count for which something was built in a turn.
+    """
+    prediction = decision.predicted
+    if prediction is None or not _is_by_times(decision) or now.policy.adaptive is not None:
+        return False
+    names = builders(now.entries, spec).difference(now.policy.disabled)
+    able = (name for name in names if not now.entries[name].reasons(spec, direction))
+    candidates = (prediction.of(name) for name in able)
+    return any(candidate is not None and candidate.rank_us is not None for candidate in candidates)
 
 
 def builds_by_times(decision: Decision, entries: Mapping[str, Entry], spec: AttentionSpec) -> bool:

@@ -145,7 +145,8 @@ class Plan(NamedTuple):
 class Detail(enum.IntEnum):
     """How much of the lengths of a class a decision depends on: nothing, their size, or all.
 
-    `SHAPES` is all, because times chose a backend that builds something for each shape.
+    `SHAPES` is all, because times chose a backend that builds something for each shape, or may do so for
+    other lengths.
     """
 
     CLASS = 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from itertools import count, repeat
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from math import dist, log
 from statistics import median, pvariance
 from typing import NamedTuple
@@ -94,8 +94,8 @@ class Index:
         # The places that have every backend of the family, if most places do. With an incomplete place
         # backends would be compared at different sizes.
         everyone = {name for place in places for name in place.point.backends}
-        complete = {n for n, place in enumerate(places) if everyone <= place.point.backends.keys()}
-        self._complete = complete if 2 * len(complete) > len(places) else set()
+        complete = [n for n, place in enumerate(places) if everyone <= place.point.backends.keys()]
+        self._complete = complete if 2 * len(complete) > len(places) else []
 
     def clamped(self, at: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Return the nearest coordinates in the measured range, and the names of those outside it."""
@@ -129,15 +129,19 @@ class Index:
         A distance of 1 is a factor of two in one of the sizes. Several points may share coordinates, because
         windows and packed totals are no coordinates: `itself` is then preferred.
         """
-        # A family has some dozens of points: a full scan takes a few microseconds.
-        by_distance = sorted(zip(map(dist, self._ats, repeat(at)), count(), strict=False))
-        if by_distance[0][0] >= EXACT:
-            complete = [pair for pair in by_distance if pair[1] in self._complete]
-            if complete and complete[0][0] <= by_distance[0][0] + AS_NEAR:
-                by_distance = complete
-            return [(distance, self.places[number]) for distance, number in by_distance[:NEAREST]]
-        exact = [self.places[number] for distance, number in by_distance if distance < EXACT]
-        return [(0.0, next((place for place in exact if place.point.place == itself), exact[0]))]
+        # A family has some hundreds of points: a full scan takes some ten microseconds.
+        distances = list(map(dist, self._ats, repeat(at)))
+        nearest = min(distances)
+        if nearest < EXACT:
+            exact = [
+                place for place, distance in zip(self.places, distances, strict=True) if distance < EXACT
+            ]
+            return [(0.0, next((place for place in exact if place.point.place == itself), exact[0]))]
+        numbers: Sequence[int] = self._complete
+        if not numbers or min(distances[number] for number in numbers) > nearest + AS_NEAR:
+            numbers = range(len(distances))
+        by_distance = sorted(numbers, key=distances.__getitem__)
+        return [(distances[number], self.places[number]) for number in by_distance[:NEAREST]]
 
     def wrong_with(self, name: str, ratio: int) -> str:
         """Return what is wrong with a backend at a ratio of heads; if that wasn't measured, at any ratio."""

@@ -93,26 +93,24 @@ def predict(
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
     shapes = host_shapes_of(kind._replace(extras=index.family.extras), size)  # of calls as measured
     hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward, shapes)
-    amounts, candidates = works(kind, size, kinds.processors), []
+    amounts = works(kind, size, kinds.processors)
+    # A call takes some 0.1 ms here, most of it in this loop, so that weights are the same list for all.
+    weights = [1.0 / max(distance, EXACT) ** 2 for distance, _ in near]
+    candidates = []
     for name in names:
         growth = kinds.growth_of(name, index.family, size.max_q)
-        near_it = [
-            (distance, place.works[growth], place.point.backends[name])
-            for distance, place in near
+        known = [
+            (weight, place.works[growth], place.point.backends[name])
+            for weight, (_, place) in zip(weights, near, strict=True)
             if name in place.point.backends
         ]
+        calls_per_shape = 1 if name.casefold() in builders else CALLS_PER_SHAPE
         candidates.append(
             _candidate(
-                name,
-                index,
-                kind.ratio,
-                near_it,
-                amounts[growth],
-                hosts[name],
-                spec.capturing,
-                1 if name.casefold() in builders else CALLS_PER_SHAPE,
+                name, index, kind.ratio, known, amounts[growth], hosts[name], spec.capturing,
+                calls_per_shape, near[0][0] < EXACT,
             )
-        )
+        )  # fmt: skip
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {_named(index.family, kind)}")
@@ -197,35 +195,37 @@ def _candidate(
     name: str,
     index: Index,
     ratio: int,
-    known: Sequence[tuple[float, float, Measured]],
+    known: Sequence[tuple[float, float, Measured]],  # weights, amounts of work and results
     amount: float,
     host: float | None,
     capturing: bool,
     calls_per_shape: int,
+    is_measured: bool,
 ) -> Candidate:
     # Failures depend on the size, for instance by lack of memory, so the backend's nearest point decides.
     closest = known[0][2]
     if trouble := index.wrong_with(name, ratio) or closest.trouble:
         return Candidate(name, trouble=trouble)
-    floor = index.floors[name]
-    gpu = _mean(
-        [
-            (floor + (result.gpu_us - floor) * amount / measured, 1.0 / max(distance, EXACT) ** 2)
-            for distance, measured, result in known
-            if result.gpu_us is not None
-        ]
-    )
+    gpu = _gpu_us(known, amount, index.floors[name])
     if host is None:
-        host = closest.host_us if known[0][0] < EXACT else index.hosts[name]
+        host = closest.host_us if is_measured else index.hosts[name]
     first = index.first_calls[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / calls_per_shape
     # In a CUDA graph the host doesn't count, so that it orders no backends that are as fast.
     return Candidate(name, cost, gpu, 0.0 if capturing else host, first, by_host=gpu < host <= cost)
 
 
-def _mean(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the weighted geometric mean, because times differ by factors; exact for a single number."""
-    if len(weighted) == 1:
-        return weighted[0][0]
-    total = sum(weight for _, weight in weighted)
-    return exp(sum(log(max(number, 1e-3)) * weight for number, weight in weighted) / total)
+def _gpu_us(known: Sequence[tuple[float, float, Measured]], amount: float, floor: float) -> float:
+    """Return the GPU time by the times of near calls, scaled by the work, in microseconds.
+
+    It is the weighted geometric mean, because times differ by factors; exact for a single time.
+    """
+    total = logarithms = number = 0.0
+    count = 0
+    for weight, measured, result in known:
+        if result.gpu_us is not None:
+            number = floor + (result.gpu_us - floor) * amount / measured
+            logarithms += log(max(number, 1e-3)) * weight
+            total += weight
+            count += 1
+    return number if count == 1 else exp(logarithms / total)
