@@ -56,7 +56,7 @@ test: $(READY) ## every quick test that needs no GPU; ROUTERS=python leaves out 
 		$(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=$(ROUTERS)
 
 test-slow: $(READY) ## the tests that take minutes
-	$(PY) -m pytest -m "slow and not gpu"
+	$(PY) -m pytest -m "slow and not gpu" --routers=$(ROUTERS)
 
 # Torch isn't compiled with the sanitizers: its classes can't be checked, and what it keeps looks like leaks. Of the tests
 # that are left out one limits the address space, of which ASan takes terabytes, and two have Inductor compile, which takes

@@ -1,11 +1,12 @@
 """A step of `flash_attn_with_kvcache` on each backend, by the size of the cache and how many heads share it.
 
-    python benchmarks/decoding.py [--backends FA4,FA2] [--rounds N] [--by-index] [--out FILE]
+    python benchmarks/decoding.py [--backends FA4,FA2] [--rounds N] [--by-index] [--packed] [--out FILE]
 
 Caches are three quarters full, bfloat16, head dim 128. A step appends nothing. Each figure is the median of
 rounds in µs: of calls that follow each other, and of calls in a CUDA graph, where the host doesn't count.
 One step repeats. Outputs of all backends are compared with the first one's. With `--by-index` a step has a
-`cache_batch_idx`, by which each cached sequence is a page.
+`cache_batch_idx`, by which each cached sequence is a page. With `--packed` it is a step of `varlen_attn` over
+the keys that count. Each call then has new offsets of keys, with the same numbers.
 """
 
 from __future__ import annotations
@@ -54,8 +55,30 @@ SHAPES = [Shape(*x) for x in itertools.product(BATCHES, (1,), HEADS, ROOMS)] + [
 ]
 
 
+def packed_step_of(shape: Shape, device: torch.device) -> Callable[[], Tensor]:
+    """Return a step of decoding by `varlen_attn`, whose calls have new offsets of keys."""
+    length, batch = shape.room * 3 // 4, shape.batch
+    case = Case(
+        name=str(shape), lens_q=(shape.queries,) * batch, lens_k=(length,) * batch, heads=shape.heads,
+        dims=(DIM, DIM), dtype="bfloat16", varlen=True,
+    )  # fmt: skip
+    query, key, value = inputs(case, device, drawn_on=device)[:3]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    # More than the call cache keeps: each call finds its offsets new.
+    offsets = itertools.cycle([ends * length for _ in range(200)])
+
+    rows = ends * shape.queries
+
+    def step() -> Tensor:
+        given = rows, next(offsets), shape.queries, length
+        out: Tensor = attnreg.varlen_attn(query, key, value, *given, is_causal=True, enable_gqa=True)
+        return out
+
+    return step
+
+
 def step_of(shape: Shape, device: torch.device, by_index: bool) -> Callable[[], Tensor]:
-    """Return a step of decoding."""
+    """Return a step of decoding with a cache."""
     case = Case(
         name=str(shape), lens_q=(shape.queries,) * shape.batch, lens_k=(shape.room,) * shape.batch,
         heads=shape.heads, dims=(DIM, DIM), dtype="bfloat16",
@@ -82,10 +105,10 @@ def graph_of(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
 
 
 def measure(
-    shape: Shape, backends: list[str], rounds: int, device: torch.device, by_index: bool
+    shape: Shape, step: Callable[[], Tensor], backends: list[str], rounds: int, device: torch.device
 ) -> dict[str, Any]:
     """Return the microseconds of a step by backend, eager and in a graph, and why a backend has none."""
-    timer, step = timer_for(device), step_of(shape, device, by_index)
+    timer = timer_for(device)
     result: dict[str, Any] = {"shape": shape._asdict(), "microseconds": {}, "failed": {}, "off": {}}
     clocks: dict[tuple[str, str], Callable[[], float]] = {}
     expected = None
@@ -120,12 +143,14 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=5, devices=("cuda",))
     parser.add_argument("--backends", default="FA4,FA2", help="comma list")
     parser.add_argument("--by-index", action="store_true", help="with a cache_batch_idx")
+    parser.add_argument("--packed", action="store_true", help="steps of varlen_attn with new offsets")
     options = parser.parse_args()
     show_machine()
     backends, results = options.backends.split(","), []
     device = torch.device(options.device)
     for shape in SHAPES:
-        results.append(measure(shape, backends, options.rounds, device, options.by_index))
+        step = packed_step_of(shape, device) if options.packed else step_of(shape, device, options.by_index)
+        results.append(measure(shape, step, backends, options.rounds, device))
         save(options.out, results)
     cells = [
         (

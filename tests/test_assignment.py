@@ -199,7 +199,11 @@ def test_a_pickled_model_loads_where_its_backend_does_not_and_raises_when_called
 
 @pytest.mark.parametrize(
     ("pattern", "reentrant"),
-    [("*.self_attn", True), ("layers.?", False), pytest.param("", True, marks=pytest.mark.slow)],
+    [
+        ("*.self_attn", True),
+        pytest.param("layers.?", False, marks=pytest.mark.slow),
+        pytest.param("", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_forward_that_a_checkpoint_repeats_gets_the_same_backend(ran, pattern, reentrant):
     model = Model(reentrant)
@@ -278,6 +282,7 @@ def test_a_module_with_two_names_is_found_by_both(ran):
         assert (ran_of(ran, model["a"]), ran_of(ran, model["b"])) == (CPU, MATH)
 
 
+@pytest.mark.slow
 def test_compiled_code_follows_what_is_assigned_and_removed_later(ran):
     model = nn.Sequential(Attention(), Attention())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -288,6 +288,7 @@ def test_what_waits_for_a_module_that_another_thread_is_importing_runs_once(monk
     assert ran == [when]
 
 
+@pytest.mark.slow
 def test_the_public_names_may_be_imported_before_torch():
     program = (
         "from attnreg import explain, stats\n"

@@ -258,6 +258,7 @@ class Attention(torch.nn.Module):
         return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
 def test_a_nested_model_is_right_on_the_backend_and_compiled_on_torchs_kernels(ran):
     torch.manual_seed(0)

@@ -212,6 +212,7 @@ def test_an_exported_program_is_counted_when_it_runs(registered, strict):
     assert (row.reason, row.count, row.op) == (DROPOUT, 1, MATH_OP)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")
 def test_an_exported_program_is_decomposed_as_by_torch_alone(registered):
     def operations():

@@ -94,10 +94,10 @@ def backends_of(run, x):
 
 # The slow ones' forms and ops are in the others, or in the tests below.
 PROGRAMS = (
-    masked, decorated, in_another, by_argument, layer, under_autocast,
+    masked, decorated, in_another, by_argument, under_autocast,
     *(
         pytest.param(program, marks=pytest.mark.slow)
-        for program in (block, made_outside, packed_block, packed_in_another)
+        for program in (block, layer, made_outside, packed_block, packed_in_another)
     ),
 )  # fmt: skip
 
@@ -116,7 +116,8 @@ def test_the_block_decides_in_one_graph(program):
         assert backends_of(compiled, x)[2] == {"math": (1, 1)}
 
 
-@pytest.mark.parametrize("program", [pytest.param(made_outside, marks=pytest.mark.slow), packed_block])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [made_outside, packed_block])
 def test_the_block_decides_in_code_by_inductor(program, inductor):
     x = torch.randn(1, 2, 5, 8, requires_grad=True)
     expected = backends_of(program, x)

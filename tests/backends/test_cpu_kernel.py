@@ -277,6 +277,7 @@ print(peak(16384) - short)
 """
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_length_and_not_with_its_square(built_cpu_kernel):
     (grown,) = run(LONG, built_cpu_kernel)
     assert int(grown) < 64 * 1024  # KiB; a square of scores would be a gigabyte
@@ -297,6 +298,7 @@ print(peak(4096))
 """
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_backward_is_bounded_with_many_threads(built_cpu_kernel):
     (grown,) = run(MANY_THREADS, built_cpu_kernel)
     # KiB: 6 MiB of gradients, 4 MiB of sums, half a MiB for each of 36 tasks; sums of each would be 72 MiB.

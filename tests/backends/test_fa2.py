@@ -97,6 +97,7 @@ def test_sinks_are_served_by_both_of_its_kernels(torchs, dtype):
     assert_kernels_are_accurate(kernels, dtype, lens_q=(12, 5), lens_k=(4, 0))
 
 
+@pytest.mark.slow
 def test_the_package_runs_alibi_softcap_and_pages_and_nothing_else(torchs, package):
     recorded = package()
     options = {"alibi", "packed alibi", "softcap 2", "packed softcap 1.5"}

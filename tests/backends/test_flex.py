@@ -76,7 +76,10 @@ def kit(flex_graphs):
 
 
 # What others of these have as well.
-REPEATED = "alibi", "additive bias", "window (4, 0)", "packed key_ranges 2, seqused_k"
+REPEATED = (
+    *("alibi", "additive bias", "window (4, 0)", "packed key_ranges 2, seqused_k"),
+    "packed score_mod and mask_mod, softcap, alibi, seqused_k",
+)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ OPTIONS = {
 }
 
 
-ALIKE = "a window as wide as int32 allows", "a shared tensor of queries, keys and values"
+ALIKE = "head dim 512", "a window as wide as int32 allows", "a shared tensor of queries, keys and values"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,7 @@ def ranges_of(count, tokens=177):
     return torch.randint(0, 150, (tokens, count, 2), generator=generator, dtype=torch.int32)
 
 
+@pytest.mark.slow
 def test_numbers_of_ranges_share_programs(flex_graphs):
     q, k, v, _, call = inputs(packed())
     for count in (3, 4, 5, 7, 8):
@@ -416,6 +420,7 @@ def assert_like_math(q, k, v, call, grad):
     torch.testing.assert_close(got, math.backward(grad, q, k, v, out, lse, call), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_functions_made_anew_and_captured_tensors_of_other_sizes_compile_nothing(flex_graphs):
     for number in range(3):
         q, k, v, grad, call = inputs(packed(lens_q=(130 + 40 * number, 200), lens_k=(150 + number, 190)))
@@ -430,6 +435,7 @@ def test_functions_made_anew_and_captured_tensors_of_other_sizes_compile_nothing
     assert [len(compiled) for compiled in flex_graphs.values()] == [1, 1]
 
 
+@pytest.mark.slow
 def test_another_function_is_another_program_and_the_oldest_are_forgotten(flex_graphs, monkeypatch):
     monkeypatch.setattr(programs, "MOST_WITH_FUNCTIONS", 2)
     q, k, v, _, call = inputs(packed())
@@ -442,6 +448,7 @@ def test_another_function_is_another_program_and_the_oldest_are_forgotten(flex_g
     assert sum(not kind.score_mod for kind in flex_graphs) == 1
 
 
+@pytest.mark.slow
 def test_functions_of_scores_read_only_places_that_exist(flex_graphs):
     """Sequences without queries or without keys, rows of no sequence, and keys that don't count."""
     case = packed(lens_q=(0, 30, 5, 7, 0), lens_k=(9, 33, 0, 7, 0), seqused_k=(9, 20, 0, 7, 0), tail=3)

@@ -463,6 +463,7 @@ def flops(length, window):
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_work_grows_with_the_window_and_not_with_the_square_of_the_length():
     windowed, everything = flops(2048, (16, 0)), flops(2048, (-1, -1))
     assert windowed < 2.2 * flops(1024, (16, 0))

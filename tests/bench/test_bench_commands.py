@@ -91,6 +91,7 @@ def groups(rows):
     return [row["case"].partition(" ")[0] for row in rows]
 
 
+@pytest.mark.slow
 def test_selection_divides_what_it_measured(measured):
     found = measured("selection")
     assert (found["seed"], groups(found["rows"])) == ("repeatable", ["dense", "packed", "decode"])
@@ -137,12 +138,9 @@ def test_a_side_that_is_wrong_fails_or_ran_another_backend_is_left_out(bench, fa
     assert any(f"attnreg, mine: {why}" in line for line in found["left_out"])
 
 
-@pytest.mark.parametrize(
-    "command",
-    # What two of these measure is held part by part in test_bench_fresh.py and test_bench_parts.py, and what
-    # "selection" prints, saves and draws by the tests below.
-    [pytest.param(one, marks=[pytest.mark.slow] * (one != "sdpa")) for one in COMMANDS],
-)
+# What two of these measure is held part by part in test_bench_fresh.py and test_bench_parts.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_prints_a_table_saves_json_and_draws(bench, command, tmp_path):
     out, plot = tmp_path / "found.json", tmp_path / "found.png"
     ended = bench(command, "--quick", "--rounds", "1", "--out", str(out), "--plot", str(plot))
@@ -154,6 +152,7 @@ def test_each_prints_a_table_saves_json_and_draws(bench, command, tmp_path):
     assert len({tuple(pixel) for pixel in picture[::5, ::5].reshape(-1, picture.shape[2]).round(2)}) > 5
 
 
+@pytest.mark.slow
 def test_what_a_spent_budget_left_is_said_and_the_rest_kept_and_drawn(bench, monkeypatch, tmp_path):
     spent, out, plot = iter([False, True]), tmp_path / "found.json", tmp_path / "found.svg"
     monkeypatch.setattr(Job, "late", property(lambda job: next(spent)))
@@ -231,6 +230,7 @@ def test_without_matplotlib_a_plot_is_refused_in_one_sentence(bench, monkeypatch
     assert ended.stderr == "attnreg: --plot needs matplotlib: pip install 'attnreg[plots]'\n"
 
 
+@pytest.mark.slow
 def test_settings_and_routers_are_afterwards_as_they_were(bench, monkeypatch):
     monkeypatch.setenv("ATTNREG_DISABLE", "cpu")
     attnreg.reload()

@@ -62,21 +62,19 @@ def test_decoding_is_timed_with_a_cache_that_grows_and_one_that_does_not_beside_
         assert row["over_yardstick"] == pytest.approx(row["milliseconds"] / torchs["milliseconds"], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "options", [("varlen,decode",), pytest.param(("decode", "--part", "varlen"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("varlen,decode",), ("decode", "--part", "varlen")])
 def test_several_parts_are_measured_together(options):
     rows = measured("--backend", "math", "--part", *options)
     assert {row["part"] for row in rows} == {"varlen", "decode"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "case"),
     [
         ("varlen", "packed, 8 of up to 15 tokens, 2 heads of 16, causal"),
-        pytest.param(
-            "dense", "dense SDPA, batch 1 to 16, 2 to 40 tokens, 2 heads of 16", marks=pytest.mark.slow
-        ),
+        ("dense", "dense SDPA, batch 1 to 16, 2 to 40 tokens, 2 heads of 16"),
     ],
 )
 def test_training_is_timed_with_a_backward_and_without(part, case):
@@ -94,6 +92,7 @@ def llama(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_a_llama_is_timed_by_name_and_below_sdpa_with_new_documents_and_new_totals(
     llama, monkeypatch, tmp_path, capsys
 ):
@@ -125,6 +124,7 @@ def test_the_cache_of_flash_attns_function_is_one_memory_and_holds_what_the_batc
         assert row.verdict(drawn[0], side.prepared(drawn[1])()).wrong != ""
 
 
+@pytest.mark.slow
 def test_no_two_new_calls_of_a_row_have_the_same_lengths_and_repeated_calls_draw_as_well():
     drawn = {"same": [], "new": []}
     job = Job(CPU, ("cpu", "math"), 2, quick=True, parts=("varlen",))
@@ -217,6 +217,7 @@ def test_a_side_that_is_wrong_for_later_lengths_is_left_out(fake, right_calls, w
     assert any(why in line for line in found["left_out"])
 
 
+@pytest.mark.slow
 def test_a_side_that_another_backend_runs_is_left_out(fake):
     with attnreg.register_backend(fake("mine", dtypes=("float16",)).backend):
         _, found = run("--part", "varlen", "--backend", "mine,math")
@@ -319,6 +320,7 @@ def test_times_have_three_digits_and_from_a_thousand_on_whole_numbers():
     assert list(map(report.time_text, times)) == shown
 
 
+@pytest.mark.slow
 def test_a_run_becomes_the_tables_of_the_docs(tmp_path):
     run = tmp_path / "run.json"
     run.write_text(json.dumps({"machine": {}, "results": {"table": "none", "rows": ROWS}}))

@@ -55,6 +55,7 @@ def usual(device):
     return [shapes.drawn(selection.SEED, number, device) for number in range(counts[0])]
 
 
+@pytest.mark.slow
 def test_shapes_without_random_are_in_no_grid_and_in_no_table_that_ships():
     for device in (Device.parse("sm_90"), Device.parse("cpu")):
         kept = {(kind_of(spec, FORWARD), size_of(spec)) for spec in grid("full", device)}
@@ -157,7 +158,8 @@ def test_views_that_the_ablation_makes_in_python_have_the_layout_of_kernels(comp
     assert all(torch.equal(out, wanted) for out in found)
 
 
-@pytest.mark.parametrize("wanted", [pytest.param("python", marks=pytest.mark.slow), "compiled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", ["python", "compiled"])
 def test_the_host_time_of_each_front_is_measured_for_each_backend_and_kind_of_router(
     wanted, compiled_routers, monkeypatch
 ):

@@ -39,6 +39,7 @@ def saved(monkeypatch):
     return figures
 
 
+@pytest.mark.slow
 def test_every_picture_of_the_docs_is_drawn_from_a_committed_file_and_readable(redraw, saved, tmp_path):
     redraw.redraw_all(tmp_path)
     assert {path.name for *_, path in saved} == {file.name for file in RESULTS.glob("*.png")}
@@ -117,6 +118,7 @@ def test_a_case_of_calls_with_new_lengths_stands_once_and_its_times_have_three_d
     assert {"1.33", "1.35", "0.0373", "0.505"} <= shown
 
 
+@pytest.mark.slow
 def test_labels_of_times_that_differ_much_do_not_touch_and_long_titles_fit(monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(

@@ -117,6 +117,7 @@ def test_the_worst_say_what_ran_and_what_is_best():
     assert len(worst_of(many, FORWARD)) == 10
 
 
+@pytest.mark.slow
 def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "SECONDS", 1e-4)
     out, plot = tmp_path / "found.json", tmp_path / "losses.png"
@@ -139,6 +140,7 @@ def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypat
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_shape_that_the_host_bounds_is_measured_thrice_as_often_and_all_rounds_count(monkeypatch, tmp_path):
     monkeypatch.setattr(selection, "SECONDS", 1e-4)
     monkeypatch.setattr(selection, "_bound", lambda side, backward, step: BY_HOST)
@@ -151,6 +153,7 @@ def test_a_shape_that_the_host_bounds_is_measured_thrice_as_often_and_all_rounds
             assert (len(row["rounds"][step][way]), sorted(row["rounds"][step][way])[1]) == (3, time)
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_wrong_is_left_out_and_the_others_are_measured(fake, monkeypatch):
     monkeypatch.setattr(selection, "SECONDS", 1e-4)
     backend = fake("mine", priority=-1).backend

@@ -93,6 +93,7 @@ def test_this_process_does_something_else_meanwhile_and_knows_when_the_others_ar
     assert seen[3:] == [False]
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_process_does_not_keep_the_rest_from_being_compiled(monkeypatch, fake, inline):
     broken = fake("broken", compiles=True, load=lambda: 1 / 0)
     right = fake("right", compiles=True)

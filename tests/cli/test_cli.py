@@ -29,7 +29,12 @@ COMMANDS = [(name,) for name in APP] + [("bench", name) for name in BENCH]
 
 # With -P Python itself leaves the folder out; --help imports no torch.
 @pytest.mark.parametrize(
-    "words", [("-m", "attnreg", "explain", *CALL), ("-P", "-m", "attnreg", "--help")], ids=["-m", "-P -m"]
+    "words",
+    [
+        pytest.param(("-m", "attnreg", "explain", *CALL), id="-m, explain", marks=pytest.mark.slow),
+        pytest.param(("-m", "attnreg", "--help"), id="-m"),
+        pytest.param(("-P", "-m", "attnreg", "--help"), id="-P -m"),
+    ],
 )
 def test_a_command_runs_no_module_of_the_current_folder(tmp_path, words):
     for name in ("torch", "typer", "numpy", "subprocess", "logging"):
@@ -40,6 +45,7 @@ def test_a_command_runs_no_module_of_the_current_folder(tmp_path, words):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_output_that_an_encoding_lacks_is_replaced(tmp_path):
     in_ascii = f"import sys; sys.stdout.reconfigure(encoding='ascii'); {COMMAND}"
     done = forked(in_ascii, "warmup", "--q", "1,16,2,16", "--dtype", "fp32")
@@ -287,7 +293,8 @@ bench sdpa --quick --rounds 1 --device cpu --backend cpu --budget 1s --json
 """
 
 
-@pytest.mark.parametrize("lines", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [QUICK, SLOW], ids=["quick", "slow"])
 def test_commands_work_without_numpy_and_say_nothing_of_it(tmp_path, lines):
     done = in_a_process("-c", WITHOUT_NUMPY, input=lines, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"))
     exits = [line for line in done.stdout.splitlines() if line.startswith("exit")]

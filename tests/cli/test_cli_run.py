@@ -151,6 +151,7 @@ PASSES_BY = """
 """
 
 
+@pytest.mark.slow
 def test_stats_of_all_processes_are_added_to_a_file(here, tmp_path):
     file = here("program.py", PASSES_BY)
     arguments = "run", "--stats-to", "stats.jsonl", "--json", "program.py", "2"
@@ -256,6 +257,7 @@ def test_the_variables_are_set_for_the_program_and_for_its_children(here, run, f
         assert seen == {f"ATTNREG_{name}": value for name, value in expected.items()}
 
 
+@pytest.mark.slow
 def test_a_process_that_the_program_spawns_finds_its_functions(here, tmp_path):
     here(
         "parent.py",

@@ -252,6 +252,7 @@ def test_verify_quiet_prints_nothing_but_what_is_wrong(call, fake, plugins, kern
     assert (missing.exit_code, missing.stdout) == (1, "absent not run: can't load here: not installed\n")
 
 
+@pytest.mark.slow
 def test_verify_prints_at_most_forty_lines_for_a_backend_that_is_right(call, fake, plugins, monkeypatch):
     narrow = dict.fromkeys(("window", "bias", "alibi", "dropout", "softcap", "grad_lse", "num_splits"), False)
     plugins(sound=fake("sound", varlen=False, gqa=False, page_size=None, **narrow).backend)

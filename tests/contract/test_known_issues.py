@@ -308,6 +308,7 @@ for begin, end in ((0, 3), (3, 8)):
 """
 
 
+@pytest.mark.slow
 def test_rows_are_read_from_a_package_in_a_zip_file(tmp_path):
     package = Path(attnreg.__file__).parent
     with ZipFile(tmp_path / "attnreg.zip", "w") as archive:

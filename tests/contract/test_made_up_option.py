@@ -152,7 +152,8 @@ RAN = {"warm": {"forward": 1, "backward": 1}}
 
 
 # What is built on a machine, if anything is, knows the row too; most machines have built nothing.
-@pytest.mark.parametrize("routers", ["", pytest.param("python", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("routers", ["", "python"])
 def test_a_row_and_a_kernel_add_an_option(routers):
     # The row is added before anything reads the rows, as attnreg's entry point would.
     run = forked(SCRIPT, ATTNREG_ROUTERS=routers, TORCH_DEVICE_BACKEND_AUTOLOAD="0")

@@ -85,6 +85,7 @@ def test_an_argument_that_there_is_not_is_an_error_whatever_its_value_and_howeve
             call(INPUTS[0][None] if call is not misspelt else INPUTS[0])
 
 
+@pytest.mark.slow
 def test_a_softcap_that_a_graph_has_as_a_symbol_compiles():
     options = {"fullgraph": True, "dynamic": True, "backend": "eager"}
     compiled = torch.compile(lambda softcap: attend(softcap=softcap), **options)

@@ -75,6 +75,7 @@ def trained(found, steps, documents):
     return found["padding"]
 
 
+@pytest.mark.slow
 def test_the_command_trains_on_the_beginnings_of_real_text_and_agrees(demo):
     ended = demo("--json")
     assert ended.exit_code == 0
@@ -115,7 +116,9 @@ def sees_other_documents(query, key, value, cu_seqlens, *lengths, is_causal):
     return attnreg.varlen_attn(query, key, value, everything, everything, longest, longest, is_causal)
 
 
-@pytest.mark.parametrize("mistaken", [sees_the_future, sees_other_documents])
+@pytest.mark.parametrize(
+    "mistaken", [pytest.param(sees_the_future, marks=pytest.mark.slow), sees_other_documents]
+)
 def test_a_wrong_packed_attention_fails_the_demo(demo, monkeypatch, mistaken):
     monkeypatch.setattr(batches, "attnreg", SimpleNamespace(varlen_attn=mistaken))
     ended = demo()
@@ -140,6 +143,7 @@ def test_the_first_step_and_padding_count_in_no_speed(result):
     assert result([3.0, 2.0], [3.0, 2.0]).spread("padded") == (75, 75)
 
 
+@pytest.mark.slow
 def test_a_slower_packed_training_is_said_to_be_slower(demo, result, monkeypatch):
     slower = result([3.0, 2.0], [3.0, 2.0], packed=4.0, padded=2.0)
     monkeypatch.setattr("attnreg.tools.cli.demo._train", lambda *_: slower)

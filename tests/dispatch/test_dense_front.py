@@ -184,6 +184,7 @@ def test_a_second_derivative_is_an_error(compiled):
         torch.autograd.grad(grad.sum(), q)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_autograd_computes_the_same_gradients(compiled, ran):
     inputs = batch(heads_k=2)

@@ -114,14 +114,14 @@ def test_built_in_backends_decide_alike_about_all_lengths_of_a_class(built_in, p
     assert exact <= pairs // 10, "most calls are decided by class"
 
 
-@pytest.mark.parametrize("pairs", [200, MANY])
+@pytest.mark.parametrize("pairs", [100, MANY])
 def test_built_in_backends_decide_alike_about_all_numbers_of_ranges_of_a_class(built_in, pairs):
     given = {"varlen": True, "bias": False, "key_ranges": True}
     exact = check_many(lambda _: built_in, 3, pairs, **given)
     assert exact <= pairs // 10, "most calls are decided by class"
 
 
-@pytest.mark.parametrize("kinds", [40, pytest.param(1_500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kinds", [12, pytest.param(1_500, marks=pytest.mark.slow)])
 def test_the_shipped_table_predicts_either_all_lengths_of_a_class_or_none(built_in, kinds):
     """Without the tables' own cuts some classes have both, of which the first call would decide for all."""
     shipped = load(Path(tables.__file__).parent / "shipped" / "nvidia-h200.json")
@@ -140,7 +140,7 @@ def test_the_shipped_table_predicts_either_all_lengths_of_a_class_or_none(built_
     assert min(counts.values()) > kinds // 2
 
 
-@pytest.mark.parametrize("kinds", [40, pytest.param(1_500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kinds", [8, pytest.param(1_500, marks=pytest.mark.slow)])
 def test_a_ranking_of_one_call_decides_by_times_as_each_call_of_its_class(built_in, kinds):
     """What `Steps` relies on: of the lengths of a class the times alone are looked up again."""
     shipped = load(Path(tables.__file__).parent / "shipped" / "nvidia-h200.json")
@@ -228,7 +228,7 @@ def test_usual_calls_are_decided_by_class(built_in, varlen, window):
         assert {key: names for key, names in read.items() if names} == {}
 
 
-@pytest.mark.parametrize("pairs", [200, MANY])
+@pytest.mark.parametrize("pairs", [100, MANY])
 def test_backends_with_cuts_of_any_form_decide_alike_about_all_lengths_of_a_class(pairs):
     def made_up(draw):
         made = [draw_backend(draw, f"made{number}") for number in range(draw.randint(1, 3))]

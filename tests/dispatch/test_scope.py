@@ -374,7 +374,7 @@ def test_the_call_cache_and_python_read_each_others_tokens(op):
     assert op.planned_back(*given, scope.choice_token(choice_of("cpu"), inputs[0]))[0]
 
 
-@pytest.mark.parametrize("name", ["math", "cpu"])
+@pytest.mark.parametrize("name", [pytest.param("math", marks=pytest.mark.slow), "cpu"])
 def test_what_is_compiled_passes_the_choice_of_a_repeated_call_on(installed, ran, name):
     """AOTAutograd runs the forward where no gradient is recorded, and the backward's op itself."""
     inputs = qkv()

@@ -52,8 +52,9 @@ def test_what_is_written_to_between_forward_and_backward_is_an_error(inputs, pla
         gradients(out, values)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", [pytest.param("cpu", marks=pytest.mark.slow), "math"])
+@pytest.mark.parametrize("name", ["cpu", "math"])
 def test_compiled_autograd_computes_the_same_gradients_with_the_same_backend(inputs, name, ran):
     ran()
     for scale in (None, 0.3):  # a scale is part of the graph that compiled autograd keeps

@@ -243,9 +243,8 @@ def test_a_step_of_decoding_compiles_to_one_graph_and_writes_into_the_cache():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "as_tensor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["numbers", "tensors"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "tensors"])
 def test_compiled_decoding_is_one_graph_however_far_it_is_and_however_many_sequences(as_tensor):
     def step(q, k_cache, v_cache, k, used):
         return flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=used, causal=True)
@@ -495,7 +494,13 @@ OUT_OF_RANGE = {
 }
 
 
-@pytest.mark.parametrize(("name", "cases"), OUT_OF_RANGE.items(), ids=OUT_OF_RANGE)
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        pytest.param(name, cases, id=name, marks=[pytest.mark.slow] * (name == "cache_seqlens"))
+        for name, cases in OUT_OF_RANGE.items()
+    ],
+)
 def test_compiled_on_a_cpu_a_place_out_of_range_is_an_error_before_anything_is_written(name, cases):
     torch._dynamo.reset()
     step = torch.compile(flash_attn_with_kvcache, backend="aot_eager")

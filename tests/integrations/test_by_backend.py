@@ -36,7 +36,7 @@ def test_windows_softcaps_sinks_and_images_count_in_bfloat16(name, form, backend
     models_on_device.check(name, form, "cpu", torch.bfloat16, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=pytest.mark.slow), "math"])
 def test_each_image_of_a_vision_tower_is_computed_as_by_itself_in_bfloat16(backend):
     models_on_device.check_images("cpu", torch.bfloat16, backend)
 

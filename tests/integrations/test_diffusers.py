@@ -120,7 +120,13 @@ def solved(model, given):
     return out.detach(), torch.autograd.grad(out.square().sum(), list(model.parameters()), allow_unused=True)
 
 
-@pytest.mark.parametrize(("make", "given", "calls"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("make", "given", "calls"),
+    [
+        pytest.param(*model, id=name, marks=[pytest.mark.slow] * (name == "unet"))
+        for name, model in MODELS.items()
+    ],
+)
 def test_a_model_runs_on_the_registered_backend_with_the_results_of_torchs_own_kernel(
     make, given, calls, ran
 ):
@@ -208,6 +214,7 @@ for causal in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_its_flash_backends_run_on_what_stands_in_for_flash_attn():
     run = forked(WITH_FLASH_ATTN, ATTNREG_AS_FLASH_ATTN="1")
     assert run.stdout == "[{'forward': 3, 'backward': 3}]\n" * 2, run.stderr

@@ -28,11 +28,12 @@ def drawn(lengths):
 # By name, with what makes them small, or lets their experts be exported. torch takes seconds for each.
 MODELS = [
     ("Qwen2", {"num_hidden_layers": 1, "max_window_layers": 0}),
-    pytest.param("Gemma2", {}, marks=pytest.mark.slow),
-    pytest.param("GptOss", {"experts_implementation": "batched_mm"}, marks=pytest.mark.slow),
+    ("Gemma2", {}),
+    ("GptOss", {"experts_implementation": "batched_mm"}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), MODELS, ids=str)
 @torch.no_grad()
 def test_a_model_with_a_window_is_exported_for_any_length(name, sizes):

@@ -369,8 +369,9 @@ def compiled_one_by_one(name, **sizes):
 
 
 # Dynamo looks at that of what the layer before has returned.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma2"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_documents_whose_positions_start_anew_are_apart_in_layers_compiled_one_by_one(name, read_backs):
     docs = models.documents()
     expected, expected_grads = alone(name, docs)
@@ -472,6 +473,7 @@ def test_in_a_capture_cudnn_is_left_out_where_the_calls_before_it_were_packed(
     assert set(of_calls) == may_be_cudnn
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one_take_batches_of_other_lengths_without_a_graph_break():
     layer = {"num_hidden_layers": 1}  # all are alike
     one, eager = compiled_one_by_one("Llama", **layer), models.model("Llama", "eager", **layer)
@@ -481,6 +483,7 @@ def test_layers_compiled_one_by_one_take_batches_of_other_lengths_without_a_grap
             assert_close([one(ids, use_cache=False).logits], [eager(ids, use_cache=False).logits])
 
 
+@pytest.mark.slow
 def test_a_model_is_exported_for_any_batch():
     one, eager = (models.model("Bert", name, num_hidden_layers=1) for name in ("attnreg", "eager"))
     sizes = {0: torch.export.Dim("rows", min=2, max=16), 1: torch.export.Dim("length", min=2, max=64)}

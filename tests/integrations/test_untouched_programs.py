@@ -127,6 +127,7 @@ assert type(spec).__name__ == "ModuleSpec" and "attnreg_calls" not in vars(spec)
 """
 
 
+@pytest.mark.slow
 def test_a_model_finds_the_name_where_its_module_imports_torch_first(tmp_path):
     write_modules(tmp_path, modeling_utils=IMPORTS_TORCH)
     done = python("-W", "error", "-c", ASKS, PYTHONPATH=f"{tmp_path}:{ROOT}")
@@ -142,9 +143,8 @@ def test_an_old_transformers_is_a_warning_and_no_error_of_its_import(version, tm
     assert f"attnreg is not installed in transformers: {message}" in said
 
 
-@pytest.mark.parametrize(
-    "by", ["ATTNREG_CONFIG", pytest.param("ATTNREG_TRANSFORMERS", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["ATTNREG_CONFIG", "ATTNREG_TRANSFORMERS"])
 def test_flash_attn_is_there_for_who_asks_right_after_transformers_is_imported(tmp_path, by):
     begin, variables = "import torch", {by: "flash_attention_2"}
     if by == "ATTNREG_CONFIG":

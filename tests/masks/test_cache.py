@@ -339,6 +339,7 @@ def test_what_is_kept_goes_with_its_mask():
     assert not offsets._cache
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_bounded():
     masks = [padded(4, 6) for _ in range(70)]
     for mask in masks:

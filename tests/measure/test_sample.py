@@ -60,7 +60,13 @@ def results_of(case):
     return given, dict(zip(NAMES, (out, lse, *grads), strict=True))
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name == "long and causal"))
+        for name, case in CASES.items()
+    ],
+)
 def results(request):
     given, found = results_of(request.param)
     return Sample(request.param, given), found
@@ -92,6 +98,7 @@ def test_wrong_results_fail_the_comparison_with_float64(results):
         assert not error <= 1.0, (fault, name)
 
 
+@pytest.mark.slow
 def test_the_far_end_of_a_long_causal_call_counts_as_much_as_its_beginning():
     case = CASES["long and causal"]
     given, found = results_of(case)

@@ -35,6 +35,7 @@ def test_batches_of_the_same_lengths_are_told_apart(two_ranks, what):
         assert "of those compared before, rank 1 has number " in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_turns_to_another_batch_alone_waits_for_the_timeout_as_the_others_do(tmp_path):
     """The first to give up closes its connections."""
     started = Ranks(2, tmp_path / "store", patience=1.0)
@@ -64,6 +65,7 @@ def test_ranks_that_compare_wait_as_long_as_the_group_does(two_ranks):
     assert two_ranks.run(work.timeouts) == [[datetime.timedelta(seconds=30)] * 2] * 2
 
 
+@pytest.mark.slow
 def test_ranks_compare_where_a_gather_of_the_others_does_not_reach(tmp_path):
     """Gloo takes a message that is shorter than what is awaited: rows would be those of the comparison."""
     started = Ranks(2, tmp_path / "store", patience=1.0)

@@ -82,6 +82,7 @@ def test_ranks_with_gpus_of_different_memory_choose_by_the_least(three_ranks):
         assert second == ([little, little], {little: 2}, 1, Rates())
 
 
+@pytest.mark.slow
 def test_ranks_choose_by_what_the_slowest_of_them_has_measured(three_ranks):
     """Rounded to the defaults times powers of two, so that noise doesn't change the choice."""
     usual, taken = Rates(), set()
@@ -117,7 +118,7 @@ def test_with_given_rates_and_memory_ranks_tell_each_other_nothing(three_ranks):
         assert (comparisons, rates) == (1, Rates(link=1e9))
 
 
-@pytest.mark.parametrize("how", ["mode", "memory"])
+@pytest.mark.parametrize("how", [pytest.param("mode", marks=pytest.mark.slow), "memory"])
 def test_where_a_rank_cannot_measure_all_go_by_the_defaults_from_then_on(three_ranks, how):
     found = three_ranks.run(work.cannot_measure, how)
     for first, second in found:
@@ -209,7 +210,7 @@ def test_offsets_in_other_than_one_dimension_are_an_error_that_says_so(shape):
         spread_documents(torch.zeros(shape, dtype=torch.int32), 2)
 
 
-@pytest.mark.parametrize("backend", ["math", "cpu"])
+@pytest.mark.parametrize("backend", [pytest.param("math", marks=pytest.mark.slow), "cpu"])
 def test_heads_dealt_to_ranks_have_the_bits_of_the_whole_batch(two_ranks, backend):
     """Where the policy asks for bits that depend on no batch. Results that are merged have others."""
     assert two_ranks.run(work.bits_of_the_whole_batch, "all_to_all", backend) == [[True] * 4] * 2

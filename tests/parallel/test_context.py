@@ -96,7 +96,7 @@ def test_a_wrong_call_after_a_right_one_is_an_error_at_once(two_ranks):
     assert max(two_ranks.run(work.without_gradients, torch.no_grad)) < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["grad", "vmap", "jvp", "fake"])
+@pytest.mark.parametrize("mode", ["grad", "vmap", pytest.param("jvp", marks=pytest.mark.slow), "fake"])
 def test_a_call_in_a_transform_on_one_rank_is_an_error_on_every_rank(two_ranks, mode):
     """The other rank doesn't wait for its timeout."""
     said = two_ranks.run(work.in_a_mode_on_one_rank, mode)

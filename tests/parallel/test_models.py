@@ -7,9 +7,9 @@ from support.ranks import Ranks
 METHODS = ["all_to_all", "all_gather", "ring"]
 
 
-# Each method with what is around it; compiled, one of three, as a graph takes seconds: its op runs any.
+# Each method with what is around it; a graph takes seconds.
 AROUND = [
-    pytest.param(how, method, marks=[pytest.mark.slow] * (how == "compiled" and method != "ring"))
+    pytest.param(how, method, marks=[pytest.mark.slow] * (how == "compiled"))
     for how in ("plain", "checkpointed", "compiled", "fsdp")
     for method in METHODS
 ]

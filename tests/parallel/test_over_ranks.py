@@ -135,7 +135,9 @@ def test_ranks_may_have_no_tokens(ranks, method, cu_seq):
         ranks.run(work.compare, method, cu_seq, **options)
 
 
-@by_each_method
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name != "all_gather")) for name in METHODS]
+)
 @pytest.mark.parametrize("heads", [(12, 3), pytest.param((12, 12), marks=pytest.mark.slow)], ids=str)
 def test_a_rank_takes_no_more_memory_than_its_share_and_what_is_said(three_ranks, method, heads):
     """Its share are its results. What is said may be too much by a factor, as keys aren't needed at once."""

@@ -88,6 +88,7 @@ def test_quickstart_takes_ten_lines_of_code():
     assert len(code) <= 11  # ten and the docstring
 
 
+@pytest.mark.slow
 def test_varlen_training_learns_through_packed_attention():
     text = printed("varlen_training.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", text)]
@@ -97,6 +98,7 @@ def test_varlen_training_learns_through_packed_attention():
     assert forwards == backwards == 40
 
 
+@pytest.mark.slow
 def test_finetune_packed_has_the_losses_of_padded_training_step_by_step():
     text = printed("finetune_packed.py", "--steps", "2", "--layers", "2", "--context", "64")
     losses = re.findall(r"packed (\d+\.\d+)  padded (\d+\.\d+)", text)
@@ -144,6 +146,7 @@ def losses_of(text, steps):
     return [together for together, _ in losses]
 
 
+@pytest.mark.slow
 def test_context_parallel_has_the_losses_of_one_rank():
     """Two processes with gloo; also for few tokens, one document, and a rank without tokens."""
     trained, few, one_document, *no_tokens = printed_of_runs(
@@ -193,6 +196,7 @@ def test_my_backend_takes_under_forty_lines():
     assert len((EXAMPLES / "my_backend.py").read_text().splitlines()) < 40
 
 
+@pytest.mark.slow
 def test_my_backend_keeps_the_contract(one_thread, routers, no_other_lengths):
     left = runpy.run_path(str(EXAMPLES / "my_backend.py"))
     report = check_backend(left["MINE"], device="cpu")

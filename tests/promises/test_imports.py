@@ -244,6 +244,7 @@ def behind():
     return found
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_first():
     # Forked from a process that has what they all use, which takes longer than they do.
     tree = behind()

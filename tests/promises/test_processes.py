@@ -359,6 +359,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_runs_the_backend_that_the_environment_asks_for_as_its_parent_does(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(WORKER)

@@ -216,6 +216,7 @@ def test_all_known_backends_are_listed_by_the_names_they_give_themselves(fake, k
     assert attnreg.list_backends() == ["math", "FA4", "cuDNN"]
 
 
+@pytest.mark.slow
 def test_a_thousand_registrations_leave_nothing_behind(fake):
     mine = fake("mine").backend
     before = (registry.registrations(), attnreg.list_backends())

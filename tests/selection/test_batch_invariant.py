@@ -283,7 +283,9 @@ def test_a_packed_sequence_has_the_same_bits_alone_and_beside_others(backend, dt
     assert ran() == {backend: (9, 9)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.usefixtures("in_force")
 def test_with_sinks_a_sequence_has_the_same_bits_alone_and_beside_others(dtype):
     length, count, dim = 4, 120, 8

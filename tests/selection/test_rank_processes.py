@@ -192,6 +192,7 @@ def test_under_torchrun_a_group_does_not_compare_with_the_one_before(start_job, 
     assert differing(job("attend()")) == 1
 
 
+@pytest.mark.slow
 def test_a_stalled_host_of_the_store_holds_a_call_up_no_longer_than_the_groups_timeout(start_job):
     host = start(HOST)
     try:

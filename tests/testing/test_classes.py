@@ -75,7 +75,7 @@ def test_a_rank_that_changes_within_a_class_is_found_too(fake):
         check_backend(mine, device="cpu", cases=CASES)
 
 
-@pytest.mark.parametrize("has_backward", [True, False])
+@pytest.mark.parametrize("has_backward", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_rank_of_a_direction_that_a_backend_does_not_have_is_no_difference(fake, has_backward):
     mine = fake(
         "mine", backward=has_backward, priority=lambda spec: 5 + (spec.max_q >= 1000),
@@ -127,6 +127,7 @@ def test_the_difference_names_the_direction_the_reason_and_both_lengths(fake):
     )
 
 
+@pytest.mark.slow
 def test_lengths_that_no_cut_names_are_a_note_as_each_is_decided_anew(fake):
     for wrong in (None, lambda _: [Cut.of("max_q", at=4096)]):
         report = check_backend(fake("mine", refuses=below, cuts=wrong).backend, device="cpu", cases=CASES)

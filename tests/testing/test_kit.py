@@ -80,6 +80,7 @@ MINE = Backend(name="mine", forward=Capabilities(devices=("cpu",), dtypes=("floa
 """
 
 
+@pytest.mark.slow
 def test_the_line_that_repeats_a_failure_of_a_modules_backend_runs_anywhere(tmp_path):
     (tmp_path / "my_kernels.py").write_text(MODULE)
     here, case = "import sys; sys.path.insert(0, '.'); ", "length 33 float32"
@@ -153,6 +154,7 @@ def test_a_backend_that_refuses_what_it_declares_does_not_pass(fake):
     ]
 
 
+@pytest.mark.slow
 def test_a_backend_that_declares_sinks_is_given_them_and_held_by_the_rule_in_all_four_gradients(fake):
     kernels = Counting()
     report = check_backend(kernels.backend(fake), device="cpu", cases=["sinks", "drawn 13 "])

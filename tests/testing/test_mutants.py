@@ -565,8 +565,20 @@ def test_every_field_of_a_call_has_a_mutant():
     assert {field for field, *_ in FIELDS.values()} == KEYED_BY.keys() - {"further"}
 
 
-@pytest.mark.parametrize(("kernels", "text"), [row[-2:] for row in (*FIELDS.values(), *RESULTS.values())],
-                         ids=[*FIELDS, *RESULTS])  # fmt: skip
+# What others of these have as well, or almost.
+ALIKE = (
+    *("sinks of an earlier call", "other bits by the longest length"),
+    *("a launcher that keeps the longest query", "a launcher that keeps the longest key"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "text"),
+    [
+        pytest.param(*row[-2:], id=name, marks=[pytest.mark.slow] * (name in ALIKE))
+        for name, row in (FIELDS | RESULTS).items()
+    ],
+)
 def test_a_kernel_that_is_wrong_in_one_thing_is_found(kernels, text):
     found = next(outcomes(kernels, [text]))
     assert not found.passed
@@ -575,6 +587,7 @@ def test_a_kernel_that_is_wrong_in_one_thing_is_found(kernels, text):
     )  # not a fault of the mutant's
 
 
+@pytest.mark.slow
 def test_a_right_kernel_passes_all_of_these():
     texts = {row[-1] for row in (*FIELDS.values(), *RESULTS.values())}
     found = [next(outcomes({}, [text])) for text in texts]
@@ -583,7 +596,13 @@ def test_a_right_kernel_passes_all_of_these():
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("field", ["scale", "window", "seqused_k", "alibi_slopes", "attn_bias"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("scale", "window", "attn_bias"),
+        *(pytest.param(field, marks=pytest.mark.slow) for field in ("seqused_k", "alibi_slopes")),
+    ],
+)
 def test_drawn_cases_find_what_is_ignored_by_themselves(field, seed):
     kernels = {"scale": ignoring_scale(), "window": called_with(window=lambda call: (-1, -1))}
     assert any(not one.passed for one in outcomes(kernels.get(field) or without(field), ["drawn"], seed))
@@ -632,6 +651,7 @@ class RememberingResults(RememberingOffsets):
         return tuple(x.clone() for x in kept)
 
 
+@pytest.mark.slow
 def test_what_a_kernel_keeps_of_earlier_calls_is_found_through_every_front():
     for kept, fronts in ((RememberingOffsets(), 3), (RememberingResults(), 5)):
         found = list(outcomes({"forward": kept}, ["repeated"]))

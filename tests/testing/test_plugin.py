@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from support.processes import forked
 
 from attnreg.testing import Conformance
@@ -10,6 +11,7 @@ PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sy
 RUN = (PYTEST, "-q", "-p", "no:cacheprovider", "-p", "attnreg.testing.plugin")
 
 
+@pytest.mark.slow
 def test_a_named_backend_adds_a_test_for_each_check(tmp_path):
     run = forked(
         *RUN, "--attnreg-backend=cpu", "--attnreg-device=cpu", "-rs", "-k", "sinks or bhsd", cwd=tmp_path

@@ -101,6 +101,7 @@ os._exit(0)  # no thread gets to do anything
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_at_once_starts_a_process_that_outlives_it_and_the_next_program_uses_what_it_made(
     cache, working, tmp_path
 ):
@@ -142,6 +143,7 @@ print([os.waitpid(child, 0)[1] for child in children])
 """
 
 
+@pytest.mark.slow
 def test_several_processes_that_start_together_compile_once(cache, compiler, usual_priority):
     compiler.does("sleep 0.1", "exit 1")
     done = forked(usual_priority + SEVERAL, ATTNREG_BUILD="background")

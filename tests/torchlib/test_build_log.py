@@ -54,7 +54,8 @@ def test_a_cache_of_another_user_is_one_line(built, cache, mode):
     assert rows == [("built, not used", file, problem) for file in built]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("background", marks=pytest.mark.slow), "off"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["background", "off"])
 def test_the_library_that_alone_is_not_used_is_named(built, mode):
     for number, used in enumerate(("repeated calls use the compiled call cache", "the cpu backend uses the")):
         other = built[1 - number].parent
@@ -70,6 +71,7 @@ def test_the_library_that_alone_is_not_used_is_named(built, mode):
 INSTALL = "install one, or set ATTNREG_BUILD=off to silence this"
 
 
+@pytest.mark.slow
 def test_damage_is_said_in_the_line_about_compiling_again(built, compiler, usual_priority):
     reasons = [f"{file} is damaged, and `attnreg build` compiles it again" for file in built]
     for file in built:

@@ -592,7 +592,8 @@ def served(monkeypatch):
 
 # As in a container that runs under a user id that the image doesn't know.
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user takes root")
-UNREADABLE = "hidden", "its folders are hidden", pytest.param("another user", marks=AS_ROOT)
+ANOTHER = pytest.param("another user", marks=[AS_ROOT, pytest.mark.slow])
+UNREADABLE = "hidden", "its folders are hidden", ANOTHER
 
 
 @pytest.mark.each_value("mode", "case")

@@ -439,7 +439,7 @@ print(errors)
 
 
 @pytest.mark.parametrize("seconds", [0.5, pytest.param(60, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("routers", ["python", "compiled"])
+@pytest.mark.parametrize("routers", [pytest.param("python", marks=pytest.mark.slow), "compiled"])
 def test_threads_that_set_and_call_everything_wait_for_none_for_ever(routers, seconds, request, tmp_path):
     """And each backward runs on the backend of its forward's block."""
     built = request.getfixturevalue("built_routers") if routers == "compiled" else ""

@@ -75,7 +75,7 @@ def test_time_that_the_quick_grid_leaves_goes_to_the_full_one(tune, backends, mo
     assert (found["end"], found["calls"], found["left"]) == ("finished", 1, 0)
 
 
-@pytest.mark.parametrize("variable", ["ATTNREG_CONFIG", "ATTNREG_LOCK"])
+@pytest.mark.parametrize("variable", ["ATTNREG_CONFIG", pytest.param("ATTNREG_LOCK", marks=pytest.mark.slow)])
 def test_tune_makes_the_table_that_settings_name_already(tune, backends, monkeypatch, tmp_path, variable):
     (tmp_path / "settings.toml").write_text('tuned = "table.json"\ndisabled = ["fast"]\n')
     (tmp_path / "lock.json").write_text("no lock")

@@ -69,7 +69,9 @@ def test_a_wrong_kernel_is_marked_wrong_in_its_direction_and_not_timed(clock, en
 LONG = dataclasses.replace(spec_with(280, batch=1), needs_backward=True)
 
 
-@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "forward", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["forward", "backward"]
+)
 def test_a_kernel_that_goes_astray_only_at_the_size_itself_is_wrong_too(clock, entry, forward):
     astray = altered(lambda first: first * 2 if first.shape[1] > 256 else first, forward)
     found = run(LONG, clock, entry("right"), entry("large", change=astray))[0 if forward else 1]
@@ -78,6 +80,7 @@ def test_a_kernel_that_goes_astray_only_at_the_size_itself_is_wrong_too(clock, e
     assert found.backends["right"].gpu_us
 
 
+@pytest.mark.slow
 def test_a_forward_that_goes_astray_at_the_size_spoils_no_other_backends_backward(clock, entry):
     astray = altered(lambda out: out * float("nan") if out.shape[1] > 256 else out)
     _, found = run(LONG, clock, entry("bad", change=astray), entry("good"))
@@ -271,6 +274,7 @@ def test_coarse_sizes_come_first_and_no_kind_is_left_out():
 # A session
 
 
+@pytest.mark.slow
 def test_a_session_saves_after_every_call_and_has_nothing_left(session, entry):
     made = session(entry("a", 1.0), entry("b", 2.0))
     specs = [spec_with(16), BOTH]

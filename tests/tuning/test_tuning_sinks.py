@@ -161,6 +161,7 @@ def test_kernels_that_drop_sinks_or_count_them_wrongly_are_wrong(clock, counts):
     assert later["backward"].backends["counting"].wrong.startswith("dq of bfloat16 32 x 32: ")
 
 
+@pytest.mark.slow
 def test_kernels_that_drop_sinks_only_at_the_size_itself_are_wrong_there(clock, counts):
     long = dataclasses.replace(SINKS, batch=1, max_q=500, max_k=500, tokens_q=500, tokens_k=500)
     found = measured(clock, long, counts(functools.partial(dropping, most=400)))["forward"]

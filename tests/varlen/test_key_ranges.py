@@ -145,7 +145,8 @@ def ragged(*lengths, dtype="float32"):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_graph_serves_every_batch_and_is_as_right_as_eager(dtype):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

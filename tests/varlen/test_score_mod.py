@@ -425,6 +425,7 @@ def test_one_graph_has_the_functions_and_what_they_capture_are_its_arguments(not
     assert attnreg.stats().calls["math"] == {"forward": 6, "backward": 6}
 
 
+@pytest.mark.slow
 def test_functions_of_other_code_are_other_programs_and_a_method_is_a_function(nothing_compiled):
     given = [x.detach() for x in tensors()]
 
@@ -447,7 +448,8 @@ def test_functions_of_other_code_are_other_programs_and_a_method_is_a_function(n
         torch.testing.assert_close(compiled(*given), layer(*given))
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_query_key_and_value_may_be_parts_of_one_tensor(nothing_compiled, backend):
     fused = torch.randn(65, 3, 4, 8, dtype=torch.float64, requires_grad=True)
     captured = torch.linspace(0.5, 1.5, 4), torch.linspace(-1.0, 1.0, 65)
@@ -475,13 +477,8 @@ OF_SIZES = {
 }
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=[pytest.mark.slow] * (name != "the sizes of a row"))
-        for name, make in OF_SIZES.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OF_SIZES.values(), ids=OF_SIZES)
 def test_a_compiled_program_follows_the_sizes_of_what_functions_capture(nothing_compiled, make):
     given = [x.detach() for x in tensors()]
 
@@ -516,6 +513,7 @@ def test_an_exported_program_holds_the_functions_as_text():
         torch.testing.assert_close(program.module()(*arguments), layer(*arguments))
 
 
+@pytest.mark.slow
 def test_an_exported_program_takes_any_length_and_sizes_of_what_its_functions_capture():
     class Program(torch.nn.Module):
         def forward(self, fused, offsets, table):
@@ -574,6 +572,7 @@ def test_functions_that_a_graph_cannot_have_are_errors(nothing_compiled, functio
         torch.compile(call, backend="aot_eager", fullgraph=True)(*given)
 
 
+@pytest.mark.slow
 def test_flex_runs_the_functions_of_a_compiled_program(nothing_compiled, monkeypatch):
     flex_graphs.run_uncompiled(monkeypatch)
     given = [x.detach().float().requires_grad_() for x in tensors()]

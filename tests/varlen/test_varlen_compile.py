@@ -200,6 +200,7 @@ def test_a_transform_that_differentiates_breaks_the_graph_and_is_right(packed):
         compiled(lambda query: torch.func.grad(loss)(query), "eager")(query.detach())
 
 
+@pytest.mark.slow
 def test_one_graph_serves_every_window(packed):
     inputs = packed((5, 1, 8, 3))
     counter = CompileCounterWithBackend("aot_eager")
@@ -209,6 +210,7 @@ def test_one_graph_serves_every_window(packed):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_with_a_softcap_share_one_dynamic_graph(packed, ran):
     """Bounds of the softcap that became symbols would belong to the first layer's checkpoint alone."""
     *inputs, cu, _, longest, _ = packed(LENGTHS_Q)
@@ -454,6 +456,7 @@ def test_aotinductor_packages_call_the_op(packed, fake, ran, tmp_path):
     assert ran() == {"mine": (len(BATCHES), 0)}
 
 
+@pytest.mark.slow
 def test_importing_attnreg_does_not_load_the_op_and_asking_torch_for_it_does():
     script = """
         import sys, torch, attnreg
@@ -471,12 +474,10 @@ def test_importing_attnreg_does_not_load_the_op_and_asking_torch_for_it_does():
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow  # compiles C++
 @pytest.mark.parametrize(
     ("module", "name", "attend"),
-    [
-        (custom_op, "run", attnreg.varlen_attn),
-        pytest.param(calls, "plan_for", torch_varlen.varlen_attn, marks=pytest.mark.slow),
-    ],
+    [(custom_op, "run", attnreg.varlen_attn), (calls, "plan_for", torch_varlen.varlen_attn)],
     ids=["attnreg", "torch"],
 )
 def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the_same_tensor(

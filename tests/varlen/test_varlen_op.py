@@ -60,6 +60,8 @@ def of_backward(given, results):
 
 
 PAGES = {"pages": integers(5, 2, 0, 1).view(2, 2), "seqused_k": integers(7, 4)}
+# They take twice as long as the others.
+LONG = "causal, grouped heads and narrow values", "window, scale, slopes and seqused_k"
 SAMPLES = {
     "causal, grouped heads and narrow values": (
         (LENGTHS_Q, LENGTHS_K),
@@ -85,7 +87,13 @@ SAMPLES = {
 
 # torch 2.15 makes its own inputs of the check; it hides this warning only where warnings aren't errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize(("lengths", "options"), SAMPLES.values(), ids=SAMPLES)
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        pytest.param(*given, id=name, marks=[pytest.mark.slow] * (name in LONG))
+        for name, given in SAMPLES.items()
+    ],
+)
 def test_the_op_and_its_backward_pass_the_checks_of_torch(arguments, lengths, options):
     """Among them that fakes have the shapes, dtypes and strides of the real results."""
     found = opcheck(OP, arguments(*lengths, **options))

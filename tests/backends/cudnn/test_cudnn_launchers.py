@@ -135,6 +135,7 @@ def test_a_launcher_of_an_empty_call_runs_others(kernels):
 # What is prepared
 
 
+@pytest.mark.slow
 def test_batches_that_share_an_execution_plan_are_launched_alike(kernels):
     forward, backward = launchers_of(kernels, ragged([3, 9]))
     both(kernels, ragged([3, 8]))
@@ -350,6 +351,7 @@ def test_a_frontend_that_cannot_run_on_addresses_runs_on_tensors(request, module
 # Memory
 
 
+@pytest.mark.slow
 def test_nothing_grows_with_the_lengths_that_are_asked_for(kernels):
     forward, backward = launchers_of(kernels, ragged([3, 9]))
     tensors, tensors_back, _ = both(kernels, ragged([3, 8]))

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <algorithm>
-#include <iterator>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -33,7 +33,7 @@ struct Derived {  // what Python has derived of a pair of offsets, and owns
 
 struct Written {  // what a kernel has written of a pair of offsets
   SeenOffsets offsets;
-  OffsetsKernel kernel;
+  std::shared_ptr<const OffsetsKernel> kernel;
   at::Tensor tensor;
 };
 
@@ -45,14 +45,16 @@ struct Read {  // what a kernel reads of offsets: places in a tensor, in bytes
 // What derives of offsets what a launch reads of them. See `Derivation` in Python.
 struct Derivation {
   Object derive;
-  std::optional<OffsetsKernel> kernel;     // what derives the same of offsets that are new
-  mutable std::optional<Derived> derived;  // of the last offsets; under the interpreter's lock
+  std::shared_ptr<const OffsetsKernel> kernel;  // what derives the same of offsets that are new
+  mutable std::optional<Derived> derived;       // of the last offsets; under the interpreter's lock
 };
 
 constexpr size_t kMostWritten = 64;  // as `launching.offsets` has: what goes is not compared any more
 
-// Of all launchers, as both directions and all layers of a step share it; the newest last. Under the interpreter's lock.
+// Of all launchers, as both directions and all layers of a step share it. The next one goes to the place after the newest, or
+// to the first place behind that whose offsets have gone. Under the interpreter's lock.
 inline auto& all_written = *new std::vector<Written>;
+inline size_t next_written = 0;
 
 // Whether a capture is under way, or Inductor's graph trees are loaded: then nothing is kept of offsets, as
 // `torchlib.layout.needs_graph_memory` says. With the interpreter's lock.
@@ -61,13 +63,16 @@ inline bool needs_graph_memory(const at::Tensor& tensor) {
     return true;
   }
   PyObject* const modules = PyImport_GetModuleDict();  // borrowed, as what is in it
-  PyObject* const layout = PyDict_GetItemString(modules, "attnreg.core.torchlib.layout");
-  const Object name = owned(layout ? PyObject_GetAttrString(layout, "GRAPH_TREES") : nullptr);
+  static PyObject* name = nullptr;                     // looked up once: each packed call of cuDNN asks
+  if (!name) {
+    PyObject* const layout = PyDict_GetItemString(modules, "attnreg.core.torchlib.layout");
+    name = layout ? PyObject_GetAttrString(layout, "GRAPH_TREES") : nullptr;
+  }
   if (!name) {
     PyErr_Clear();  // the process ends
     return true;
   }
-  return PyDict_GetItem(modules, name.get()) != nullptr;
+  return PyDict_GetItem(modules, name) != nullptr;
 }
 
 // Launch a kernel on offsets, without a wait and without the interpreter's lock: a launch may wait for the device.
@@ -117,42 +122,58 @@ inline std::optional<Read> derived_by_python(
   return read;
 }
 
-// What a kernel has written of the offsets, or writes now if they are new. It is kept until the offsets' tensors have gone or
-// 64 others have come: what is dropped earlier would be written anew, and nobody would compare what calls have read.
+// What was written of the offsets; null if they are new. The newest come first.
+inline Written* find_written(const OffsetsKernel& kernel, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
+  const size_t count = all_written.size();
+  for (size_t i = 1; i <= count; i++) {
+    Written& each = all_written[(next_written + count - i) % count];
+    if (each.kernel->writes_as(kernel) && each.offsets.look_like(queries, keys, stream)) {
+      return &each;
+    }
+  }
+  return nullptr;
+}
+
+// Keep what was written, until the offsets' tensors have gone or 64 others have come: what is dropped earlier would be written
+// anew, and nobody would compare what calls have read. Returns what had its place, to be destroyed last: other threads may run
+// then.
+inline std::optional<Written> keep_written(Written written) {
+  if (all_written.size() < kMostWritten) {
+    all_written.push_back(std::move(written));
+    next_written = all_written.size() % kMostWritten;
+    return std::nullopt;
+  }
+  size_t place = next_written;
+  for (size_t i = 0; i < kMostWritten; i++) {
+    if (const size_t other = (next_written + i) % kMostWritten; all_written[other].offsets.have_gone()) {
+      place = other;
+      break;
+    }
+  }
+  next_written = (place + 1) % kMostWritten;
+  return std::exchange(all_written[place], std::move(written));
+}
+
+// What a kernel has written of the offsets, or writes now if they are new.
 inline std::optional<Read> kept_written(
     const Derivation& derivation, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   const OffsetsKernel& kernel = *derivation.kernel;
-  const auto find = [&] {
-    return std::find_if(all_written.begin(), all_written.end(), [&](const Written& each) {
-      return each.kernel.writes_as(kernel) && each.offsets.look_like(queries, keys, stream);
-    });
-  };
-  const auto same = find();
-  if (same != all_written.end() && same->offsets.is_trusted()) {
+  const Written* const same = find_written(kernel, queries, keys, stream);
+  if (same && same->offsets.is_trusted()) {
     return Read{same->tensor, kernel.places};
   }
-  const at::Tensor own = same == all_written.end() ? at::Tensor() : same->tensor;
+  const at::Tensor own = same ? same->tensor : at::Tensor();
   // Before anything looks at them: another thread may write to them meanwhile.
   SeenOffsets state{Seen(queries), Seen(keys), stream};
   if (own.defined()) {
     auto read = derived_by_python(derivation, queries, keys, own);
-    if (const auto again = find(); read && again != all_written.end()) {
+    if (Written* const again = find_written(kernel, queries, keys, stream); read && again) {
       again->offsets.until = state.until;
     }
     return read;
   }
   Read read = written(kernel, queries, keys, stream);
-  std::vector<Written> dropped;  // destroyed last: other threads may run then
-  const auto gone = std::stable_partition(all_written.begin(), all_written.end(), [](const Written& each) {
-    return !each.offsets.have_gone();
-  });
-  std::move(gone, all_written.end(), std::back_inserter(dropped));
-  all_written.erase(gone, all_written.end());
-  if (all_written.size() >= kMostWritten) {
-    dropped.push_back(std::move(all_written.front()));
-    all_written.erase(all_written.begin());
-  }
-  all_written.push_back({std::move(state), kernel, read.tensor});
+  const auto dropped = keep_written({std::move(state), derivation.kernel, read.tensor});
   return read;
 }
 
@@ -228,9 +249,9 @@ inline Derivation read_derivation(PyObject* described) {
     PyErr_Clear();
     TORCH_CHECK_TYPE(false, "attnreg: got a ", Py_TYPE(described)->tp_name, ", expected a Derivation or None");
   }
-  Derivation derivation{held(derive), {}, {}};
+  Derivation derivation{held(derive), nullptr, {}};
   if (kernel != Py_None) {
-    derivation.kernel = read_kernel(kernel);
+    derivation.kernel = std::make_shared<const OffsetsKernel>(read_kernel(kernel));
   }
   return derivation;
 }
