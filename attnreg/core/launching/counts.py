@@ -18,6 +18,9 @@ from attnreg.core.launching.rows import BLOCK, COUNTS
 from attnreg.core.torchlib.device_code import launch_function
 from attnreg.core.torchlib.layout import stream_of
 
+# For each sequence so many numbers of 64 bits have room for `Counts`, also if there is only one sequence.
+ROWS = 3
+
 
 class Counts(NamedTuple):
     """What a launch reads.
@@ -68,11 +71,15 @@ def derivation_for(device: torch.device) -> Derivation:
     function = COUNTS.address(device)
     if function is None:
         return Derivation(_derive)
-    # Of each sequence three numbers of 64 bits: that is enough for one sequence, too.
-    return Derivation(_derive, OffsetsKernel(launch_function(), function, BLOCK, 3, 0, (), (0,)))
+    return Derivation(_derive, OffsetsKernel(launch_function(), function, BLOCK, ROWS, 0, (), (0,)))
 
 
 def _derived(cu_seqlens_k: Tensor) -> _Derived:
+    batch = len(cu_seqlens_k) - 1
+    if cu_seqlens_k.is_cuda and batch and COUNTS.available(cu_seqlens_k.get_device()):
+        numbers = torch.empty(ROWS * batch, dtype=torch.int64, device=cu_seqlens_k.device)
+        COUNTS(-(-batch // BLOCK), BLOCK, numbers, 0, cu_seqlens_k, 0, cu_seqlens_k.stride(0), batch, 0)
+        return _Derived(numbers, batch)
     counts = cu_seqlens_k.diff()
     rest = cu_seqlens_k.new_zeros(-len(counts) % 4)
     return _Derived(torch.cat((counts, rest, cu_seqlens_k)), len(counts))
