@@ -19,7 +19,7 @@ from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.dispatch import counters, timed, trace
 from attnreg.core.dispatch.declined import NOBODY, Declined, JudgedEntry, with_reasons
 from attnreg.core.dispatch.kinds import builders, refined_key
-from attnreg.core.dispatch.state import CallKind, Detail, Plan, State
+from attnreg.core.dispatch.state import BY_TIMES, CallKind, Plan, State
 from attnreg.core.dispatch.steps import Steps
 from attnreg.core.launching.validation import checked_against_contract
 from attnreg.core.policy import ranks
@@ -111,7 +111,7 @@ def make_plan(
     captured.warn_if_shadowed_in_plan(is_of_new_kind=not kind.plans)
     ranks.agree(now.policy, now.entries, spec.device)
     # Before another shape is decided: whichever backend runs it, deciding it takes a millisecond, too.
-    if kind.forget_shapes(Lengths.of(spec)):
+    if kind.leave_shapes(Lengths.of(spec), builders(now.entries, spec)):
         key = kind.key(Lengths.of(spec))
     counted_builds, began = kind.brings_new_shapes, time.perf_counter()
     settled = _decide_and_load(now, kind, spec, direction, native, leading, declined)
@@ -170,7 +170,7 @@ def _keep_steps(
     times = policy.times(name)
     # Turns are given out, timed calls have rows of their own, and captured calls keep no plan.
     takes_more = policy.adaptive is not None or timed.is_on or spec.capturing
-    if takes_more or times is None or kind.detail_of(key) is not Detail.STEPS:
+    if takes_more or times is None or kind.detail_of(key) not in BY_TIMES:
         return
     # Made anew by each full decision: meanwhile a backend may have turned out not to load.
     offered = entries_with_native(native, now.entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from typing import Any, NamedTuple, Protocol
 
@@ -155,8 +155,12 @@ class Detail(enum.IntEnum):
     SHAPES = 3
 
 
+# Where times decide about further lengths.
+BY_TIMES = (Detail.STEPS, Detail.SHAPES)
+
+
 class FurtherSteps(Protocol):
-    """What decides about further steps of a class of lengths: `steps.Steps`."""
+    """What decides about further steps of a class of lengths, or about further shapes: `steps.Steps`."""
 
     def plan_for(self, lengths: Lengths) -> Plan | None:
         """Return the plan for lengths in such a step; None if it has to be decided in full."""
@@ -221,13 +225,25 @@ class CallKind:
         if len(self.shapes) < FEW_SHAPES:
             self.shapes.add(key)
 
-    def forget_shapes(self, lengths: Lengths) -> bool:
-        """Forget all plans if another shape has come after `FEW_SHAPES`; return whether that was now."""
+    def leave_shapes(self, lengths: Lengths, builders: Collection[str]) -> bool:
+        """Count shapes no more if another one has come after `FEW_SHAPES`; return whether that was now.
+
+        If `builders` run none, each plan serves its step of lengths: what they build only made them dearer.
+        Else all plans are forgotten.
+        """
         is_known = len(self.shapes) < FEW_SHAPES or self.key_of_shape(lengths) in self.shapes
         if self.brings_new_shapes or is_known:
             return False
         self.brings_new_shapes = True
+        plans = list(self.plans.values())
         self.forget()
+        if builders and any(plan.backend.casefold() in builders for plan in plans):
+            return True
+        for plan in plans:
+            place, detail, of_shape = plan.key[:1], plan.key[1:2], plan.key[2:]
+            if detail == (Detail.SHAPES,):
+                key = self.refine(place, Detail.STEPS, Lengths(*of_shape[0]))  # type: ignore[misc]
+                self.plans.setdefault(key, plan._replace(key=key))
         return True
 
     def forget(self) -> None:
@@ -236,8 +252,8 @@ class CallKind:
         registry.forget_calls()
 
     def steps_of(self, key: tuple[object, ...]) -> FurtherSteps | None:
-        """Return what decides about further steps of a key's class; None unless steps count there."""
-        return self.steps.get(key[:1]) if self.detail_of(key) is Detail.STEPS else None
+        """Return what decides about further steps, or shapes, of a key's class; None unless these count."""
+        return self.steps.get(key[:1]) if self.detail_of(key) in BY_TIMES else None
 
     def plan_alike(
         self, key: tuple[object, ...], backend: str, counted: tuple[counters.Counter, ...], is_native: bool

@@ -13,7 +13,7 @@ from attnreg.core.contract.lengths import Lengths
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters
 from attnreg.core.dispatch.kinds import builders
-from attnreg.core.dispatch.state import CallKind, Detail, Plan, State
+from attnreg.core.dispatch.state import BY_TIMES, CallKind, Plan, State
 from attnreg.core.selection.decision import Ranking
 from attnreg.core.selection.protocols import Times
 from attnreg.core.torchlib.frames import leave_module_uncompiled
@@ -52,25 +52,27 @@ class Steps:
         """Return the plan for lengths, which is kept for their step.
 
         A step with a plan keeps it: the call cache also asks because an entry was dropped, and for other
-        strides. None if the step has to be decided in full. There may be no times, or no backend that may run
-        the call. No step of the class may have made the choice yet. Or more than steps counts in the class by
-        now, as it does once times choose a backend that builds something for each shape.
+        strides. As long as each shape counts, it has a plan of its own. None if the lengths have to be
+        decided in full. There may be no times, or no backend that may run the call. No step of the class may
+        have made the choice yet. Or it is a backend that builds something for each shape.
         """
-        key = self._kind.key(lengths)
-        if self._kind.detail_of(key) is not Detail.STEPS:
+        kind = self._kind
+        kind.leave_shapes(lengths, self._building)
+        key = kind.key(lengths)
+        if kind.detail_of(key) not in BY_TIMES:
             return None
-        if (known := self._kind.plans.get(key)) is not None:
+        if (known := kind.plans.get(key)) is not None:
             return known
-        counted_builds = self._building if self._kind.brings_new_shapes else frozenset[str]()
+        counted_builds = self._building if kind.brings_new_shapes else frozenset[str]()
         spec = self._spec.but(**lengths._asdict())
         prediction = self._times.predict(spec, self._direction, counted_builds)
         if prediction is None:
             return None
         decision = self._ranking.decision(prediction, complete=False)
-        if decision.backend is None:
+        if decision.backend is None or decision.backend.casefold() in self._building:
             return None
         counted, _ = counters.for_decision(decision)
-        plan = self._kind.plan_alike(key, decision.backend, counted, self._is_native(spec, decision.backend))
+        plan = kind.plan_alike(key, decision.backend, counted, self._is_native(spec, decision.backend))
         if plan is not None:
             self._now.keep(plan)
         return plan
