@@ -294,6 +294,14 @@ def test_what_was_written_goes_with_its_offsets_and_after_64_others(by_kernel, w
     assert len(written.launched) == 67 + 63
 
 
+def test_what_was_written_of_offsets_that_stay_is_kept_while_others_come_and_go(by_kernel, written, pair):
+    by_kernel(pair)
+    for _ in range(150):
+        assert not by_kernel(torch.tensor([0, 3, 6], dtype=torch.int32))
+        assert not by_kernel(pair)
+    assert len(written.launched) == 151
+
+
 def test_offsets_without_a_version_are_derived_by_the_kernel_in_each_call(by_kernel, written):
     with torch.inference_mode():
         pair = torch.tensor([0, 2, 6], dtype=torch.int32)

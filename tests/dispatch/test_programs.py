@@ -9,8 +9,10 @@ from support.launcher_kinds import PACKED, Counted, assert_equal, forward_functi
 from support.program_calls import InPrograms, keys_as_pages
 
 from attnreg.core.launching import programs
-from attnreg.core.launching.counts import derivation_for
+from attnreg.core.launching.counts import _derived as counts_derived
+from attnreg.core.launching.counts import counts_in, counts_of, derivation_for
 from attnreg.core.launching.derivation import Derivation
+from attnreg.core.launching.launchers import FunctionLauncher
 from attnreg.core.launching.programs import ANY, BufferSize, Bundle, Computed, FunctionCall, Operand
 from attnreg.errors import InvalidInputError
 
@@ -148,6 +150,59 @@ def test_counts_are_compared_after_a_while(counted, trust_offsets):
         for _ in range(4):
             planned(keys, of=before)  # begins as old as the counts: a kernel reads nothing but keys
     assert {len(written) for written in derived} <= {0, 1}
+
+
+def test_counts_that_were_compared_are_used_for_a_while_again(counted, trust_offsets):
+    planned, _, _, derived = counted
+    keys = offsets(0, 2, 6)
+    assert planned(keys)
+    assert not planned(keys)
+    trust_offsets(0.0)
+    assert not planned(keys)  # compared, and used until now
+    trust_offsets(60.0)
+    assert not planned(keys)  # compared, and used for a minute
+    before = len(derived)
+    for _ in range(3):
+        assert not planned(keys)
+    assert len(derived) == before
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8])
+def test_offsets_begin_at_a_multiple_of_sixteen_bytes_behind_the_counts(batch):
+    keys = (torch.arange(batch + 1) * 3 + 7).int()
+    derived = counts_of(keys)
+    counts, copied = counts_in(derived, batch)
+    assert (counts.tolist(), copied.tolist()) == ([3] * batch, keys.tolist())
+    assert copied.data_ptr() - counts.data_ptr() == -(-batch // 4) * 16
+    memory = torch.zeros(3 * batch, dtype=torch.int64)  # as a kernel writes it
+    for part, values in zip(counts_in(memory, batch), (counts, copied), strict=True):
+        part.copy_(values)
+    assert counts_of(keys, memory) is memory
+    assert counts_of(keys) is derived
+
+
+def test_begins_that_move_alone_are_a_difference():
+    first, moved = (counts_derived(offsets(*ends)) for ends in ((0, 2, 6), (1, 3, 7)))
+    assert first.differs(moved)
+    assert not first.differs(counts_derived(offsets(0, 2, 6)))
+
+
+def test_a_launcher_in_python_gets_the_counts_and_offsets_that_were_derived():
+    given, derived = [], counts_of(offsets(0, 1, 5))
+    answers = [(derived, (0,)), None]
+    launcher = FunctionLauncher(
+        lambda *arguments: given.append(arguments) or tensors(PACKED)[:1] * 2,
+        takes=("seqused_k",),
+        counts=Derivation(lambda *_: answers.pop(0)),
+    )
+    q, k, v = tensors(PACKED)
+    ends, keys = offsets(0, 3, 6), offsets(0, 2, 6)
+    launcher(q, k, v, ends, keys, 3, 4, True)
+    *_, counts, own_ends, own_keys, max_q, max_k, known = given[0]
+    assert (counts.tolist(), own_keys.tolist()) == ([1, 4], [0, 1, 5])
+    assert (own_ends is ends, max_q, max_k, known) == (True, 3, 4, True)
+    assert launcher(q, k, v, ends, keys, 3, 4, True) is None
+    assert len(given) == 1
 
 
 def test_counts_that_cannot_be_derived_any_more_leave_the_call_to_a_new_plan(packed_plan):

@@ -510,7 +510,7 @@ def test_a_backend_that_builds_for_each_shape_is_not_tried_late_by_a_program_of_
     assert lengths_decided == [120]
 
 
-@pytest.mark.parametrize("why", ["disabled", "unable"])
+@pytest.mark.parametrize("why", ["disabled", "unable", "wrong", "another is asked for"])
 def test_shapes_do_not_count_for_a_backend_that_runs_no_such_call(
     here, lengths_decided, known, routers, ran, monkeypatch, why
 ):
@@ -520,7 +520,11 @@ def test_shapes_do_not_count_for_a_backend_that_runs_no_such_call(
             known["first"].backend, builds=lambda spec: True, refuses=lambda spec: ["not such a call"]
         )
         know(monkeypatch, first, *(known[name].backend for name in ("second", "math")))
-    settings = 'disabled = ["first"]\n' if why == "disabled" else ""
+    if why == "wrong":
+        sizes = {length: (Measured(wrong="out is off"), second) for length, (_, second) in sizes.items()}
+    settings = {
+        "disabled": 'disabled = ["first"]\n', "another is asked for": '[devices.cpu]\norder = ["second"]\n'
+    }.get(why, "")  # fmt: skip
     attnreg.configure(here(*crossing(sizes, "first", "second", cpu=990.0), settings=settings))
     for length in range(120, 128):
         call(length)

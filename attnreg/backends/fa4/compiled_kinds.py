@@ -161,11 +161,11 @@ def counts_keys(query: Tensor, key: Tensor, value: Tensor, call: Call) -> bool:
     Tensors are (B, S, H, D) or packed (T, H, D). With the same offsets for queries and keys no values would
     be copied before the call.
     """
-    others = call.seqused_k, call.block_table, call.sinks
     return (
         call.varlen
         and call.max_q <= FEW_QUERIES
-        and all(x is None for x in others)
+        and call.seqused_k is None
+        and call.sinks is None
         and not call.batch_invariant
         and call.cu_seqlens_q is not call.cu_seqlens_k
         and reads_as_pages(query, key, value, call._replace(seqused_k=call.cu_seqlens_k))

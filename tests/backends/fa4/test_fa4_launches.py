@@ -423,7 +423,10 @@ def test_the_keys_of_few_queries_are_counted_and_their_values_not_copied(
             truth.assert_near(got, true, torch.bfloat16)
         for _, arguments in package.calls:
             assert (arguments["v"].data_ptr() == tensors[2].data_ptr()) is is_counted
-            assert (arguments["page_table"] is not None) is is_counted
+            table = arguments["page_table"]
+            assert (table is not None) is is_counted
+            # A copy of the offsets, which are as old as the counts.
+            assert table is None or table.data_ptr() != call.cu_seqlens_k.data_ptr()
             counts = arguments["seqused_k"]
             assert (None if counts is None else counts.tolist()) == (list(lengths) if is_counted else None)
     launch = kernels.specialize("forward", tensors, call)
@@ -452,8 +455,9 @@ def test_a_launcher_counts_the_keys_of_other_offsets_and_of_offsets_that_were_wr
     [
         lambda call: call._replace(cu_seqlens_k=call.cu_seqlens_q, max_k=1),
         lambda call: call._replace(batch_invariant=True),
+        lambda call: call._replace(sinks=torch.zeros(4)),
     ],
-    ids=["same offsets", "batch-invariant"],
+    ids=["same offsets", "batch-invariant", "sinks"],
 )
 def test_keys_are_not_counted_where_nothing_would_be_copied_or_no_test_has_tried_it(
     kernels, package, changed
@@ -462,6 +466,29 @@ def test_keys_are_not_counted_where_nothing_would_be_copied_or_no_test_has_tried
     kernels.forward(query, key, value, changed(call))
     (_, arguments), *_ = package.calls
     assert arguments["page_table"] is arguments["seqused_k"] is None
+
+
+def test_a_kind_is_tried_also_where_a_key_less_would_be_a_tile(kernels, package):
+    for seed in range(3):
+        package.calls.clear()
+        *tensors, call = few(1, (60, 66), seed)  # 129 keys with the tail
+        got = kernels.forward(*tensors, call)
+        for one, true in zip(got, true_of_few(*tensors, call), strict=True):
+            truth.assert_near(one, true, torch.bfloat16)
+    assert package.calls == []
+
+
+def test_the_backward_of_few_queries_is_launched_by_its_arguments(kernels, package):
+    for seed in range(3):
+        package.calls.clear()
+        query, key, value, call = few(2, (9, 20, 5), seed, tail=0)
+        out, lse = kernels.forward(query, key, value, call)
+        grads = kernels.backward(query, query, key, value, out, lse, call)
+        for got, true in zip(grads, truth.of_call(query, key, value, query, call)[2:], strict=True):
+            truth.assert_near(got, true, torch.bfloat16)
+    assert package.calls == []
+    launch = kernels.specialize("backward", (query, query, key, value, out, lse), call)
+    assert launch.counts is None
 
 
 def test_a_graph_may_record_a_kind_whose_keys_were_counted_once_it_has_run(kernels, monkeypatch):

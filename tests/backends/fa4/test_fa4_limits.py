@@ -131,7 +131,11 @@ def test_many_packed_sequences_are_a_class_of_their_own(packed, differ):
 def test_the_lengths_that_decisions_change_at_are_declared():
     assert list(BACKEND.cuts(gpu_spec())) == [Cut.of("batch", at=65536)]
     assert list(BACKEND.cuts(gpu_spec(varlen=True))) == [Cut.of("max_q", at=17)]
-    assert list(BACKEND.cuts(gpu_spec(varlen=True, head_dim=24, head_dim_v=24))) == []
+    for without in (
+        {"head_dim": 24, "head_dim_v": 24}, {"sinks": True}, {"batch_invariant": True}, {"device": "sm_100"},
+        {"seqused_k": True, "page_size": 16},
+    ):  # fmt: skip
+        assert Cut.of("max_q", at=17) not in BACKEND.cuts(gpu_spec(varlen=True, **without))
     spec = gpu_spec(varlen=True, seqused_k=True, heads_q=6, heads_k=2, head_dim=24, head_dim_v=24)
     assert [BACKEND.priority_for(dataclasses.replace(spec, max_q=n)) for n in (341, 342)] == [15, 30]
     spec = gpu_spec(varlen=True, seqused_k=True, heads_q=6, heads_k=2, batch=10, max_q=1, max_k=9000)
