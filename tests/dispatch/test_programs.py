@@ -154,17 +154,16 @@ def test_counts_are_compared_after_a_while(counted, trust_offsets):
 
 def test_counts_that_were_compared_are_used_for_a_while_again(counted, trust_offsets):
     planned, _, _, derived = counted
+    trust_offsets(0.0)
     keys = offsets(0, 2, 6)
     assert planned(keys)
     assert not planned(keys)
-    trust_offsets(0.0)
-    assert not planned(keys)  # compared, and used until now
     trust_offsets(60.0)
-    assert not planned(keys)  # compared, and used for a minute
+    assert not planned(keys)  # they are compared, and then used for a minute
     before = len(derived)
     for _ in range(3):
         assert not planned(keys)
-    assert len(derived) == before
+    assert len(derived) == before > 0
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8])
