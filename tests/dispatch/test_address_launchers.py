@@ -302,6 +302,22 @@ def test_what_was_written_of_offsets_that_stay_is_kept_while_others_come_and_go(
     assert len(written.launched) == 151
 
 
+def test_the_oldest_goes_where_none_of_64_has_gone_and_the_newest_stay(by_kernel, written):
+    pairs = [torch.tensor([0, 2, 6], dtype=torch.int32) for _ in range(64)]
+    by_kernel(pairs[0])
+    for given in pairs:
+        by_kernel(given)
+    del pairs[63], given  # its place is taken by the next
+    gc.collect()
+    others = [torch.tensor([0, 2, 6], dtype=torch.int32) for _ in range(3)]
+    for given in others:
+        assert not by_kernel(given)
+    launched = len(written.launched)
+    for given in others:
+        assert not by_kernel(given)
+    assert len(written.launched) == launched
+
+
 def test_offsets_without_a_version_are_derived_by_the_kernel_in_each_call(by_kernel, written):
     with torch.inference_mode():
         pair = torch.tensor([0, 2, 6], dtype=torch.int32)

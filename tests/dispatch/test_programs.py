@@ -121,6 +121,7 @@ def counted(request, packed_plan):
             assert_equal(out, last_keys_added(q, k, of.tolist(), of.diff().tolist()))
         return is_planned
 
+    planned.of = packed_plan.planned
     return planned, counts.launched if by_kernel else derived, kernel, derived
 
 
@@ -164,6 +165,16 @@ def test_counts_that_were_compared_are_used_for_a_while_again(counted, trust_off
     for _ in range(3):
         assert not planned(keys)
     assert len(derived) == before > 0
+
+
+def test_without_sequences_or_queries_nothing_is_derived_and_python_runs_the_call(counted):
+    planned, times, _, _ = counted
+    assert planned(offsets(0, 2, 6))
+    times.clear()
+    one = offsets(0)
+    for _ in range(3):
+        assert planned.of(*(x[:0] for x in tensors(PACKED)), one, one, max_q=0, max_k=0)[0]
+    assert times == []
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8])

@@ -510,6 +510,35 @@ def test_a_backend_that_builds_for_each_shape_is_not_tried_late_by_a_program_of_
     assert lengths_decided == [120]
 
 
+@pytest.mark.parametrize("builds", [False, True])
+def test_a_backend_runs_no_length_that_it_refuses_whatever_is_built_for_shapes(
+    here, known, routers, ran, monkeypatch, builds
+):
+    """It declares no cut for the lengths that it looks at."""
+
+    def refuses(spec):
+        return ("max_k must be even",) * (spec.max_k % 2)
+
+    first = dataclasses.replace(known["first"].backend, builds=(lambda spec: True) if builds else None)
+    second = dataclasses.replace(known["second"].backend, refuses=refuses)
+    know(monkeypatch, first, second, known["third"].backend, known["math"].backend)
+    sizes = {128: (40.0, 10.0, 20.0), 1024: (400.0, 100.0, 200.0)}
+    attnreg.configure(here(*crossing(sizes, "first", "second", "third", cpu=990.0)))
+    for length in range(120, 140):
+        call(length)
+        assert ran() == {"third" if length % 2 else "second": (1, 0)}, length
+
+
+def test_a_recording_has_each_length_also_where_shapes_count(here, building, routers, tmp_path):
+    sizes = {128: (40.0, 10.0), 1024: (400.0, 100.0)}
+    attnreg.configure(here(*crossing(sizes, "first", "second", cpu=990.0)))
+    with attnreg.record(tmp_path / "calls.jsonl"):
+        for length in [*range(100, 124)] * 2:
+            call(length)
+    rows = (tmp_path / "calls.jsonl").read_text().splitlines()
+    assert len(rows) == 24
+
+
 @pytest.mark.parametrize("why", ["disabled", "unable", "wrong", "another is asked for"])
 def test_shapes_do_not_count_for_a_backend_that_runs_no_such_call(
     here, lengths_decided, known, routers, ran, monkeypatch, why

@@ -164,6 +164,7 @@ def counts_keys(query: Tensor, key: Tensor, value: Tensor, call: Call) -> bool:
     return (
         call.varlen
         and call.max_q <= FEW_QUERIES
+        and (call.cu_seqlens_q is None or len(call.cu_seqlens_q) > 1)
         and call.seqused_k is None
         and call.sinks is None
         and not call.batch_invariant

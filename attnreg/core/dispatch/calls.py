@@ -238,7 +238,7 @@ def decided(spec: AttentionSpec, choice: ScopedChoice | None) -> tuple[Decision,
     if kept is not None and all(map(now.may_load, kept)):
         return kept
     here = tuple(decisions(spec, choice))
-    key = refined_key(now, kind, key, spec, "forward", here)
+    key, _ = refined_key(now, kind, key, spec, "forward", here)
     now.keep_decided(key_of_kind, key, here)
     return here
 

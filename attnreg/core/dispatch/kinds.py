@@ -44,12 +44,14 @@ def refined_key(
     spec: AttentionSpec,
     direction: Direction,
     decisions: Sequence[Decision],
-) -> tuple[object, ...]:
+) -> tuple[tuple[object, ...], bool]:
     """Return what the plan of a call is kept under, by what was decided about it; `key` is that so far.
 
-    Has as much of the lengths count in the call's class as the decisions depend on.
+    Has as much of the lengths count in the call's class as the decisions depend on. Also returns whether
+    times alone decide about further lengths of the class.
     """
-    return kind.refine(key, _detail(now, kind, key, spec, direction, decisions), Lengths.of(spec))
+    detail, by_times_alone = _detail(now, kind, key, spec, direction, decisions)
+    return kind.refine(key, detail, Lengths.of(spec)), by_times_alone
 
 
 def _detail(
@@ -59,18 +61,34 @@ def _detail(
     spec: AttentionSpec,
     direction: Direction,
     decisions: Sequence[Decision],
-) -> Detail:
+) -> tuple[Detail, bool]:
     """Return what the decisions about a call depend on besides the class of its lengths.
 
     All lengths count in three cases. Times chose a backend that builds something for each shape, or may do so
     as long as few shapes have come. Calls are recorded, or locked by exact lengths. A backend that was asked,
     or whose rank was compared, looks at a length that no cut names. Where calls are timed, those of similar
-    lengths are.
+    lengths are. The second result is whether nothing but times counts: not in the last two cases.
     """
+    besides = _besides_shapes(now, kind, key, spec, direction, decisions)
+    by_times_alone = besides is Detail.STEPS
     if builds_by_times(decisions[-1], now.entries, spec) or (
-        not kind.brings_new_shapes and _may_build_by_times(now, decisions[-1], spec, direction)
+        by_times_alone
+        and not kind.brings_new_shapes
+        and _may_build_by_times(now, decisions[-1], spec, direction)
     ):
-        return Detail.SHAPES
+        return Detail.SHAPES, by_times_alone
+    return besides, by_times_alone
+
+
+def _besides_shapes(
+    now: State,
+    kind: CallKind,
+    key: tuple[object, ...],
+    spec: AttentionSpec,
+    direction: Direction,
+    decisions: Sequence[Decision],
+) -> Detail:
+    """Return what would count if no backend built anything for a shape."""
     lock = now.policy.lock
     if trace.is_recording() or (
         lock is not None and any(lock.cuts(spec, each) is None for each in _directions(spec, direction))
@@ -81,8 +99,11 @@ def _detail(
         decision.backend not in decision.asked_for for decision in decisions
     )
     by_times = has_turns or any(map(_is_by_times, decisions))
-    # Which lengths are looked at is the same for all of a class, so that it is found out once.
-    if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions, by_times):
+    # Which lengths are looked at is the same for all of a class, so that it is found out once. Where shapes
+    # count, it isn't known from that.
+    before = kind.detail_of(key)
+    is_open = before in (Detail.CLASS, Detail.SHAPES)
+    if before is Detail.EXACT or (is_open and _looks_at_lengths(now, spec, direction, decisions, by_times)):
         return Detail.EXACT
     return Detail.STEPS if by_times or timed.is_on else Detail.CLASS
 

@@ -116,12 +116,15 @@ def make_plan(
     counted_builds, began = kind.brings_new_shapes, time.perf_counter()
     settled = _decide_and_load(now, kind, spec, direction, native, leading, declined)
     seconds = time.perf_counter() - began
-    key = refined_key(now, kind, key, spec, direction, settled.decisions)
+    key, by_times_alone = refined_key(now, kind, key, spec, direction, settled.decisions)
     if kind.brings_new_shapes is not counted_builds:
         # Another thread has forgotten all decisions while this one was made, by other costs.
         kind.forget()
         return make_plan(now, kind, kind.key(Lengths.of(spec)), spec, direction, native, leading, declined)
-    _keep_steps(now, kind, key, spec, direction, native, leading)
+    if by_times_alone:
+        _keep_steps(now, kind, key, spec, direction, native, leading)
+    else:
+        kind.steps.pop(key[:1], None)
     return _instrumented(now, kind, key, spec, direction, settled, seconds)
 
 

@@ -228,8 +228,8 @@ class CallKind:
     def leave_shapes(self, lengths: Lengths, builders: Collection[str]) -> bool:
         """Count shapes no more if another one has come after `FEW_SHAPES`; return whether that was now.
 
-        If `builders` run none, each plan serves its step of lengths: what they build only made them dearer.
-        Else all plans are forgotten.
+        If `builders` run none, and times alone decide, each plan serves its step of lengths: the cost of
+        building only makes the builders dearer. Else plans are forgotten.
         """
         is_known = len(self.shapes) < FEW_SHAPES or self.key_of_shape(lengths) in self.shapes
         if self.brings_new_shapes or is_known:
@@ -241,7 +241,7 @@ class CallKind:
             return True
         for plan in plans:
             place, detail, of_shape = plan.key[:1], plan.key[1:2], plan.key[2:]
-            if detail == (Detail.SHAPES,):
+            if detail == (Detail.SHAPES,) and place in self.steps:
                 key = self.refine(place, Detail.STEPS, Lengths(*of_shape[0]))  # type: ignore[misc]
                 self.plans.setdefault(key, plan._replace(key=key))
         return True

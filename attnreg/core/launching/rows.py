@@ -28,7 +28,7 @@ BLANK = DeviceKernel("attnreg_blank", _SOURCE)
 FACTS = DeviceKernel("attnreg_facts", _SOURCE)
 # Launched by the call cache alone (`dispatch/csrc/decode.h`).
 APPEND = DeviceKernel("attnreg_append", _SOURCE)
-# Launched by the call cache alone, as `counts` describes it.
+# Launched by the call cache, as `counts` describes it, and by Python.
 COUNTS = DeviceKernel("attnreg_counts", _SOURCE)
 
 

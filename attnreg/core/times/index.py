@@ -129,7 +129,7 @@ class Index:
         A distance of 1 is a factor of two in one of the sizes. Several points may share coordinates, because
         windows and packed totals are no coordinates: `itself` is then preferred.
         """
-        # A family has some hundreds of points: a full scan takes some ten microseconds.
+        # A family has up to some hundreds of points: a full scan takes at most some ten microseconds.
         distances = list(map(dist, self._ats, repeat(at)))
         nearest = min(distances)
         if nearest < EXACT:

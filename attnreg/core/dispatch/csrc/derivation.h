@@ -1,4 +1,4 @@
-// What a launch reads of offsets, derived once for all launches with them. See `Derivation` in `launching/launchers.py`.
+// What a launch reads of offsets, derived once for all launches with them. See `launching/derivation.py`.
 
 #pragma once
 
@@ -35,6 +35,7 @@ struct Written {  // what a kernel has written of a pair of offsets
   SeenOffsets offsets;
   std::shared_ptr<const OffsetsKernel> kernel;
   at::Tensor tensor;
+  uint64_t number;  // how many were written until then
 };
 
 struct Read {  // what a kernel reads of offsets: places in a tensor, in bytes
@@ -51,10 +52,9 @@ struct Derivation {
 
 constexpr size_t kMostWritten = 64;  // as `launching.offsets` has: what goes is not compared any more
 
-// Of all launchers, as both directions and all layers of a step share it. The next one goes to the place after the newest, or
-// to the first place behind that whose offsets have gone. Under the interpreter's lock.
+// Of all launchers, as both directions and all layers of a step share it. Under the interpreter's lock.
 inline auto& all_written = *new std::vector<Written>;
-inline size_t next_written = 0;
+inline uint64_t last_written = 0;
 
 // Whether a capture is under way, or Inductor's graph trees are loaded: then nothing is kept of offsets, as
 // `torchlib.layout.needs_graph_memory` says. With the interpreter's lock.
@@ -122,36 +122,30 @@ inline std::optional<Read> derived_by_python(
   return read;
 }
 
-// What was written of the offsets; null if they are new. The newest come first.
+// What was written of the offsets; null if they are new.
 inline Written* find_written(const OffsetsKernel& kernel, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
-  const size_t count = all_written.size();
-  for (size_t i = 1; i <= count; i++) {
-    Written& each = all_written[(next_written + count - i) % count];
-    if (each.kernel->writes_as(kernel) && each.offsets.look_like(queries, keys, stream)) {
-      return &each;
-    }
-  }
-  return nullptr;
+  const auto same = std::find_if(all_written.begin(), all_written.end(), [&](const Written& each) {
+    return each.kernel->writes_as(kernel) && each.offsets.look_like(queries, keys, stream);
+  });
+  return same == all_written.end() ? nullptr : &*same;
 }
 
 // Keep what was written, until the offsets' tensors have gone or 64 others have come: what is dropped earlier would be written
 // anew, and nobody would compare what calls have read. Returns what had its place, to be destroyed last: other threads may run
 // then.
 inline std::optional<Written> keep_written(Written written) {
-  if (all_written.size() < kMostWritten) {
+  written.number = ++last_written;
+  auto place = std::find_if(all_written.begin(), all_written.end(), [](const Written& each) { return each.offsets.have_gone(); });
+  if (place == all_written.end() && all_written.size() < kMostWritten) {
     all_written.push_back(std::move(written));
-    next_written = all_written.size() % kMostWritten;
     return std::nullopt;
   }
-  size_t place = next_written;
-  for (size_t i = 0; i < kMostWritten; i++) {
-    if (const size_t other = (next_written + i) % kMostWritten; all_written[other].offsets.have_gone()) {
-      place = other;
-      break;
-    }
+  if (place == all_written.end()) {
+    place = std::min_element(all_written.begin(), all_written.end(), [](const Written& left, const Written& right) {
+      return left.number < right.number;
+    });
   }
-  next_written = (place + 1) % kMostWritten;
-  return std::exchange(all_written[place], std::move(written));
+  return std::exchange(*place, std::move(written));
 }
 
 // What a kernel has written of the offsets, or writes now if they are new.
@@ -173,7 +167,7 @@ inline std::optional<Read> kept_written(
     return read;
   }
   Read read = written(kernel, queries, keys, stream);
-  const auto dropped = keep_written({std::move(state), derivation.kernel, read.tensor});
+  const auto dropped = keep_written({std::move(state), derivation.kernel, read.tensor, 0});
   return read;
 }
 

@@ -148,6 +148,9 @@ inline bool run_varlen(
   }
   const at::Tensor &queries = tensors[count - 2], &keys = tensors[count - 1];  // of a dense call nothing asks for them
   const int64_t tokens_q = lengths.numbers[Lengths::kTokensQ], tokens_k = lengths.numbers[Lengths::kTokensK];
+  if (entry->counts && (tensors[query].numel() == 0 || queries.size(0) < 2)) {
+    return false;  // nothing is launched without queries or sequences
+  }
   const auto counts = entry->counts ? counts_of(*entry->counts, queries, keys) : std::nullopt;
   if (entry->counts && !counts) {
     return false;
