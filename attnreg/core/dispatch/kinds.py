@@ -45,39 +45,20 @@ def refined_key(
     direction: Direction,
     decisions: Sequence[Decision],
 ) -> tuple[tuple[object, ...], bool]:
-    """Return what the plan of a call is kept under, by what was decided about it; `key` is that so far.
+    """Return what the plan of a call is kept under, and whether times alone decide about further lengths.
 
-    Has as much of the lengths count in the call's class as the decisions depend on. Also returns whether
-    times alone decide about further lengths of the class.
+    `key` is what it is kept under so far. As much of the lengths counts in the call's class as the decisions
+    depend on. All count where times chose a backend that builds something for each shape. So they do where
+    times may choose it for other lengths, as long as few shapes have come.
     """
-    detail, by_times_alone = _detail(now, kind, key, spec, direction, decisions)
-    return kind.refine(key, detail, Lengths.of(spec)), by_times_alone
-
-
-def _detail(
-    now: State,
-    kind: CallKind,
-    key: tuple[object, ...],
-    spec: AttentionSpec,
-    direction: Direction,
-    decisions: Sequence[Decision],
-) -> tuple[Detail, bool]:
-    """Return what the decisions about a call depend on besides the class of its lengths.
-
-    All lengths count in three cases. Times chose a backend that builds something for each shape, or may do so
-    as long as few shapes have come. Calls are recorded, or locked by exact lengths. A backend that was asked,
-    or whose rank was compared, looks at a length that no cut names. Where calls are timed, those of similar
-    lengths are. The second result is whether nothing but times counts: not in the last two cases.
-    """
-    besides = _besides_shapes(now, kind, key, spec, direction, decisions)
-    by_times_alone = besides is Detail.STEPS
+    detail = _besides_shapes(now, kind, key, spec, direction, decisions)
+    by_times_alone = detail is Detail.STEPS
+    may_build = by_times_alone and not kind.brings_new_shapes
     if builds_by_times(decisions[-1], now.entries, spec) or (
-        by_times_alone
-        and not kind.brings_new_shapes
-        and _may_build_by_times(now, decisions[-1], spec, direction)
+        may_build and _may_build_by_times(now, decisions[-1], spec, direction)
     ):
-        return Detail.SHAPES, by_times_alone
-    return besides, by_times_alone
+        detail = Detail.SHAPES
+    return kind.refine(key, detail, Lengths.of(spec)), by_times_alone
 
 
 def _besides_shapes(
@@ -88,7 +69,12 @@ def _besides_shapes(
     direction: Direction,
     decisions: Sequence[Decision],
 ) -> Detail:
-    """Return what would count if no backend built anything for a shape."""
+    """Return what would count if no backend built anything for a shape.
+
+    All lengths count if calls are recorded, or locked by exact lengths. So they do if a backend that was
+    asked, or whose rank was compared, looks at a length that no cut names. Where calls are timed, those of
+    similar lengths are.
+    """
     lock = now.policy.lock
     if trace.is_recording() or (
         lock is not None and any(lock.cuts(spec, each) is None for each in _directions(spec, direction))

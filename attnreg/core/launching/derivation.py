@@ -1,6 +1,6 @@
-"""What a launch reads of offsets, derived once for all launches with them. C++ reads it by place and by name.
+"""What a launch reads of offsets, derived once for all launches with them.
 
-See `dispatch/csrc/derivation.h`.
+The call cache reads these tuples by place (`dispatch/csrc/derivation.h`).
 """
 
 from __future__ import annotations

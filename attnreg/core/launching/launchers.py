@@ -222,8 +222,8 @@ class FunctionLauncher:
             to run. C++ keeps what it returns.
         takes: which of `seqused_k` and `block_table` the function reads, for a kind of calls with these.
         zeroes_rows: as in `OpLauncher`.
-        counts: for a kind of calls of which all keys count, if the function takes `seqused_k` all the same:
-            what derives that of the offsets, and a copy of the key's offsets, as `counts.counts_in` reads it.
+        counts: for calls in which all keys count, if the function takes `seqused_k` all the same. It derives
+            the number of keys of each sequence, and a copy of the key's offsets, as `counts.counts_in` reads.
     """
 
     form: ClassVar = "function"

@@ -94,7 +94,7 @@ def predict(
     shapes = host_shapes_of(kind._replace(extras=index.family.extras), size)  # of calls as measured
     hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward, shapes)
     amounts = works(kind, size, kinds.processors)
-    # A call takes some 0.1 ms here, most of it in this loop, so that weights are the same list for all.
+    # All backends share the weights: this loop takes most of a look-up's time.
     weights = [1.0 / max(distance, EXACT) ** 2 for distance, _ in near]
     candidates = []
     for name in names:
