@@ -167,6 +167,21 @@ def test_counts_that_were_compared_are_used_for_a_while_again(counted, trust_off
     assert len(derived) == before > 0
 
 
+def test_the_counts_of_other_numbers_of_sequences_are_right_as_offsets_come_and_go(counted):
+    planned, _, _, _ = counted
+    assert planned(offsets(0, 2, 6))
+    q, k, v = tensors(PACKED)
+    for keys in ((0, 6), (0, 1, 3, 6), (0, 4, 6), (0, 1, 2, 2, 3, 5, 6), (0, 5)):
+        rows = 6 // (len(keys) - 1)
+        ends, starts = offsets(*range(0, 7, rows)), offsets(*keys)
+        for _ in range(2):  # a call of one query, or of one sequence, is planned first
+            is_planned, (out, *_) = planned.of(q, k, v, ends, starts, max_q=rows, max_k=6)
+        assert not is_planned
+        counts = starts.diff().repeat_interleave(rows)
+        last = torch.where(counts[:, None, None] > 0, k[starts[1:].repeat_interleave(rows).long() - 1], 0)
+        assert_equal(out, q + last)
+
+
 def test_without_sequences_or_queries_nothing_is_derived_and_python_runs_the_call(counted):
     planned, times, _, _ = counted
     assert planned(offsets(0, 2, 6))

@@ -154,6 +154,17 @@ def step_of(length: int) -> int:
     return 2 * bits + (length >> max(bits - 2, 0) & 1 if bits > 1 else 0)
 
 
+def steps_of(lengths: Lengths) -> tuple[int, ...]:
+    """Return the steps that lengths lie in; of all tokens the mean of a sequence counts.
+
+    A dense call's mean is its longest length: with its tokens it would change steps more often, which have
+    products of the same lengths.
+    """
+    sequences = max(lengths.batch, 1)
+    tokens_q, tokens_k = lengths.tokens_q // sequences, lengths.tokens_k // sequences
+    return tuple(map(step_of, lengths._replace(tokens_q=tokens_q, tokens_k=tokens_k)))
+
+
 # A call of nothing is decided by itself; the mask of a single row, or of more rows than keys, by lengths.
 OF_ALL = (
     *(Cut.of(name, at=1) for name in LENGTHS if name != "ranges"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnreg.core import registry
 from attnreg.core.contract.backend import Call, Launcher
 from attnreg.core.contract.capabilities import one_line
-from attnreg.core.contract.lengths import Cut, Lengths, step_of
+from attnreg.core.contract.lengths import Cut, Lengths, steps_of
 from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, stats_file, trace
@@ -271,7 +271,7 @@ class CallKind:
 
 def _detailed(place: tuple[object, ...], detail: Detail, lengths: Lengths) -> tuple[object, ...]:
     """Return the key of a plan for lengths, or for a step of lengths, in a class."""
-    return (*place, detail, tuple(map(step_of, lengths)) if detail is Detail.STEPS else lengths)
+    return (*place, detail, steps_of(lengths) if detail is Detail.STEPS else lengths)
 
 
 class State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import repeat
 from math import dist, log
 from statistics import median, pvariance
@@ -96,6 +96,7 @@ class Index:
         everyone = {name for place in places for name in place.point.backends}
         complete = [n for n, place in enumerate(places) if everyone <= place.point.backends.keys()]
         self._complete = complete if 2 * len(complete) > len(places) else []
+        self._rates: dict[tuple[str, int], list[float | None]] = {}
 
     def clamped(self, at: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Return the nearest coordinates in the measured range, and the names of those outside it."""
@@ -121,27 +122,38 @@ class Index:
         ]
         return pvariance(costs) * len(costs) if costs else 0.0
 
+    def rates(self, name: str, growth: int) -> list[float | None]:
+        """Return what a backend takes for a unit of work above its floor, in microseconds.
+
+        For each of `places`, by a growth of `GROWTHS`; None where it has no time.
+        """
+        if (rates := self._rates.get((name, growth))) is None:
+            floor, results = self.floors.get(name, 0.0), [place.point.backends.get(name) for place in self.places]
+            rates = self._rates[name, growth] = [
+                None if result is None or result.gpu_us is None else (result.gpu_us - floor) / place.works[growth]
+                for place, result in zip(self.places, results, strict=True)
+            ]
+        return rates
+
     def nearest(
         self, at: tuple[float, ...], itself: tuple[Kind, Size] | None = None
-    ) -> list[tuple[float, Place]]:
-        """Return the few nearest points and their distances, or only the point with these coordinates.
+    ) -> list[tuple[float, int]]:
+        """Return the distances of the few nearest points, with their numbers in `places`.
 
-        A distance of 1 is a factor of two in one of the sizes. Several points may share coordinates, because
+        Or only the point with these coordinates. A distance of 1 is a factor of two in one of the sizes. Several points may share coordinates, because
         windows and packed totals are no coordinates: `itself` is then preferred.
         """
         # A family has up to some hundreds of points: a full scan takes at most some ten microseconds.
         distances = list(map(dist, self._ats, repeat(at)))
         nearest = min(distances)
         if nearest < EXACT:
-            exact = [
-                place for place, distance in zip(self.places, distances, strict=True) if distance < EXACT
-            ]
-            return [(0.0, next((place for place in exact if place.point.place == itself), exact[0]))]
-        numbers: Sequence[int] = self._complete
-        if not numbers or min(distances[number] for number in numbers) > nearest + AS_NEAR:
-            numbers = range(len(distances))
-        by_distance = sorted(numbers, key=distances.__getitem__)
-        return [(distances[number], self.places[number]) for number in by_distance[:NEAREST]]
+            exact = [number for number, distance in enumerate(distances) if distance < EXACT]
+            same = (number for number in exact if self.places[number].point.place == itself)
+            return [(0.0, next(same, exact[0]))]
+        by_distance = sorted(self._complete, key=distances.__getitem__)
+        if not by_distance or distances[by_distance[0]] > nearest + AS_NEAR:
+            by_distance = sorted(range(len(distances)), key=distances.__getitem__)
+        return [(distances[number], number) for number in by_distance[:NEAREST]]
 
     def wrong_with(self, name: str, ratio: int) -> str:
         """Return what is wrong with a backend at a ratio of heads; if that wasn't measured, at any ratio."""

@@ -90,33 +90,34 @@ def predict(
     at = coordinates(kind, size)
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
-    names = dict.fromkeys(name for _, place in near for name in place.point.backends)
+    near_points = [index.places[number].point for _, number in near]
+    names = dict.fromkeys(name for point in near_points for name in point.backends)
     shapes = host_shapes_of(kind._replace(extras=index.family.extras), size)  # of calls as measured
     hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward, shapes)
     amounts = works(kind, size, kinds.processors)
     # All backends share the weights: this loop takes most of a look-up's time.
-    weights = [1.0 / max(distance, EXACT) ** 2 for distance, _ in near]
+    weights = [(1.0 / max(distance, EXACT) ** 2, number) for distance, number in near]
     candidates = []
     for name in names:
+        # Failures depend on the size, for instance by lack of memory, so the backend's nearest point decides.
+        closest = next(point.backends[name] for point in near_points if name in point.backends)
+        if trouble := index.wrong_with(name, kind.ratio) or closest.trouble:
+            candidates.append(Candidate(name, trouble=trouble))
+            continue
         growth = kinds.growth_of(name, index.family, size.max_q)
-        known = [
-            (weight, place.works[growth], place.point.backends[name])
-            for weight, (_, place) in zip(weights, near, strict=True)
-            if name in place.point.backends
-        ]
+        gpu = _gpu_us(weights, index.rates(name, growth), amounts[growth], index.floors[name])
+        host = hosts[name]
+        if host is None:
+            host = closest.host_us if near[0][0] < EXACT else index.hosts[name]
         calls_per_shape = 1 if name.casefold() in builders else CALLS_PER_SHAPE
-        candidates.append(
-            _candidate(
-                name, index, kind.ratio, known, amounts[growth], hosts[name], spec.capturing,
-                calls_per_shape, near[0][0] < EXACT,
-            )
-        )  # fmt: skip
+        candidates.append(_candidate(name, gpu, host, index.first_calls[name], spec.capturing, calls_per_shape))
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {_named(index.family, kind)}")
     points = tuple(
         SourcePoint(point, point.kind.ratio == kind.ratio, dist(place, at) if outside else distance, itself)
-        for distance, (place, point, _) in near
+        for distance, number in near
+        for place, point in (index.places[number][:2],)
         for itself in (distance < EXACT and point.place == (kind, size),)
     )
     return Prediction(table, _ranked(candidates), points, tuple(notes), builders)
@@ -192,39 +193,26 @@ def _hosts(
 
 
 def _candidate(
-    name: str,
-    index: Index,
-    ratio: int,
-    known: Sequence[tuple[float, float, Measured]],  # weights, amounts of work and results
-    amount: float,
-    host: float | None,
-    capturing: bool,
-    calls_per_shape: int,
-    is_measured: bool,
+    name: str, gpu: float, host: float, first: float, capturing: bool, calls_per_shape: int
 ) -> Candidate:
-    # Failures depend on the size, for instance by lack of memory, so the backend's nearest point decides.
-    closest = known[0][2]
-    if trouble := index.wrong_with(name, ratio) or closest.trouble:
-        return Candidate(name, trouble=trouble)
-    gpu = _gpu_us(known, amount, index.floors[name])
-    if host is None:
-        host = closest.host_us if is_measured else index.hosts[name]
-    first = index.first_calls[name]
     cost = gpu if capturing else max(gpu, host) + first * 1e6 / calls_per_shape
     # In a CUDA graph the host doesn't count, so that it orders no backends that are as fast.
     return Candidate(name, cost, gpu, 0.0 if capturing else host, first, by_host=gpu < host <= cost)
 
 
-def _gpu_us(known: Sequence[tuple[float, float, Measured]], amount: float, floor: float) -> float:
+def _gpu_us(
+    weights: Sequence[tuple[float, int]], rates: Sequence[float | None], amount: float, floor: float
+) -> float:
     """Return the GPU time by the times of near calls, scaled by the work, in microseconds.
 
     It is the weighted geometric mean, because times differ by factors; exact for a single time.
     """
     total = logarithms = number = 0.0
     count = 0
-    for weight, measured, result in known:
-        if result.gpu_us is not None:
-            number = floor + (result.gpu_us - floor) * amount / measured
+    for weight, place in weights:
+        rate = rates[place]
+        if rate is not None:
+            number = floor + rate * amount
             logarithms += log(max(number, 1e-3)) * weight
             total += weight
             count += 1

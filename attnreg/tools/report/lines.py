@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnreg.core.contract.lengths import step_of
+from attnreg.core.contract.lengths import Lengths, steps_of
 from attnreg.core.contract.spec import LENGTHS, AttentionSpec
 from attnreg.core.times.traces import OF_DEVICE, check_form, device_from, spec_from
 from attnreg.errors import ConfigError, InvalidInputError, file_errors, short_repr
@@ -189,9 +189,8 @@ def rows_of(processes: Iterable[Mapping[str, Any]]) -> list[CallRow]:
         for plan in line.get("report", {}).get("plans", ()):
             spec = spec_from(plan["spec"], device_from(plan["device"]))
             kind = spec.but(**dict.fromkeys(LENGTHS, 1))
-            steps = tuple(step_of(getattr(spec, length)) for length in LENGTHS)
             names = plan["direction"], plan["backend"], plan["source"]
-            rows.setdefault((kind, steps, *names), CallRow(spec, *names)).add(plan)
+            rows.setdefault((kind, steps_of(Lengths.of(spec)), *names), CallRow(spec, *names)).add(plan)
     return sorted(rows.values(), key=lambda row: -(row.total_us or 0.0))
 
 

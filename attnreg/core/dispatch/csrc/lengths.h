@@ -79,8 +79,13 @@ inline void append(const Lengths& lengths, Detail detail, Place& place) {
   if (detail == Detail::kExact) {
     place.append(std::begin(lengths.numbers), std::end(lengths.numbers));
   } else if (detail == Detail::kSteps) {
+    // As `contract.lengths.steps_of`: of all tokens the mean of a sequence counts.
+    Lengths means = lengths;
+    const int64_t sequences = std::max<int64_t>(lengths.numbers[Lengths::kBatch], 1);
+    means.numbers[Lengths::kTokensQ] /= sequences;
+    means.numbers[Lengths::kTokensK] /= sequences;
     int64_t steps = 0;
-    for (const int64_t length : lengths.numbers) {
+    for (const int64_t length : means.numbers) {
       steps = steps << 8 | Classes::step_of(length);
     }
     place.push_back(steps);
