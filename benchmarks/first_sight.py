@@ -4,7 +4,8 @@
 
 The shapes are those of `attnreg bench selection --random`. Each side makes calls of a shape's kind, whose
 lengths are within a quarter of the shape's. As long as a shape has other lengths, none repeat. The first
-twelve don't count: the kind is decided in them, and `adaptive` has its turns. A figure is the median of
+twelve don't count: the kind is decided in them, and `adaptive` has its turns. Before all of them each backend
+by name makes a call of the shape itself, which loads and compiles its kernels. A figure is the median of
 further calls, from an idle device to an idle device, and their mean, which counts each decision that new
 lengths need. The ratio is to the backend with the least median among those that always run. Dense calls never
 always run on cuDNN: for each new shape it builds an execution plan, which takes 50 ms.
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 WARM_UP, CALLS, LEAST, NEAR = 12, 10, 0.75, 0.05
 # Lengths that have come before are drawn anew so often; then all have come, and all may come again.
 ATTEMPTS = 200
-CHOSEN, ADAPTIVE, FIXED = "measured", "adaptive", "always "
+CHOSEN, ADAPTIVE, FIXED, CUDNN = "measured", "adaptive", "always ", "cuDNN"
 
 
 def near(shape: Case, draw: random.Random) -> Case:
@@ -93,14 +94,26 @@ def run(tensors: list[Tensor], function: Callable[..., Tensor], grad: bool) -> T
     return out.detach()
 
 
+def make_first_calls(shape: Case, ways: dict[str, Any], device: torch.device) -> None:
+    """Have each backend load what it needs for a shape, and torch get memory for calls of its size."""
+    tensors, function = call_of(shape, device, 0)
+    for name in ways:
+        if name.startswith(FIXED):
+            with ways[name]():
+                for grad in (False, True) if trains(shape) else (False,):
+                    run([x.detach().requires_grad_(grad) for x in tensors], function, grad)
+
+
 def measure(
     shape: Case, ways: dict[str, Any], device: torch.device, rounds: int, seed: str
 ) -> dict[str, Any]:
     """Return the seconds of the calls of each way, by step."""
     taken: dict[str, dict[str, list[float]]] = {}
     timer, draw = timer_for(device), random.Random(seed)
-    # The ways that choose come first: a plan that cuDNN has built is there for the ways behind them.
-    choosing, fixed = ([name for name in ways if name.startswith(FIXED) is x] for x in (False, True))
+    make_first_calls(shape, ways, device)
+    # cuDNN comes last: a plan that it has built is there for the ways behind it.
+    last = [name for name in ways if name == FIXED + CUDNN]
+    others = [name for name in ways if name not in last]
     for step in (FORWARD, BOTH) if trains(shape) else (FORWARD,):
         before: set[tuple[object, ...]] = set()
         for number in range(rounds):
@@ -110,7 +123,7 @@ def measure(
                 for x in tensors:
                     x.requires_grad_(step == BOTH)
             outs = {}
-            for name in (*shuffled(choosing), *shuffled(fixed)):
+            for name in (*shuffled(others), *last):
                 with ways[name]():
                     for tensors, function in calls[:WARM_UP]:
                         run(tensors, function, step == BOTH)
@@ -159,7 +172,7 @@ def main() -> None:
             } | {
                 FIXED + name: functools.partial(attnreg.register_backend, name)
                 for name in names
-                if name != "cuDNN" or shape.varlen
+                if name != CUDNN or shape.varlen
             }  # fmt: skip
             taken = measure(shape, ways, device, options.rounds, f"{options.seed}/{number}")
             rows.append({"case": shape.name, "seconds": taken})

@@ -318,33 +318,6 @@ def test_the_oldest_goes_where_none_of_64_has_gone_and_the_newest_stay(by_kernel
     assert len(written.launched) == launched
 
 
-def test_the_memory_of_offsets_that_have_gone_serves_the_next(by_kernel, written):
-    by_kernel(torch.tensor([0, 1, 6], dtype=torch.int32))
-    for begin in (1, 2, 3, 4, 5):
-        assert not by_kernel(torch.tensor([0, begin, 6], dtype=torch.int32))
-        assert by_kernel.kernel.offsets == [0, begin, 6]
-    assert len(written.buffers) == 5
-    assert len(set(written.buffers)) == 1
-
-
-def test_memory_that_somebody_has_serves_no_other_offsets(by_kernel, written, trust_offsets):
-    trust_offsets(0.0)
-    pair = torch.tensor([0, 1, 6], dtype=torch.int32)
-    for _ in range(3):
-        by_kernel(pair)
-    kept = by_kernel.kernel.derived[-1][2]  # what Python is to compare
-    assert kept.data_ptr() == written.buffers[-1]
-    before = kept.clone()
-    by_kernel.kernel.derived.clear()
-    del pair
-    gc.collect()
-    for begin in (2, 3):
-        assert not by_kernel(torch.tensor([0, begin, 6], dtype=torch.int32))
-        assert by_kernel.kernel.offsets == [0, begin, 6]
-    assert kept.data_ptr() not in written.buffers[1:]
-    assert torch.equal(kept, before)
-
-
 def test_offsets_without_a_version_are_derived_by_the_kernel_in_each_call(by_kernel, written):
     with torch.inference_mode():
         pair = torch.tensor([0, 2, 6], dtype=torch.int32)

@@ -207,11 +207,10 @@ class Written:
         kernel: what describes it to the call cache.
         launched: of each launch function, blocks, threads and stream, then the number of sequences, the width
             and the further words.
-        buffers: the addresses to which it has written.
     """
 
     def __init__(self, rows=2, width=3, words=(8, 9), places=(4,)):
-        self.launched, self.buffers, self.error, self.count = [], [], 0, 7 + len(words)
+        self.launched, self.error, self.count = [], 0, 7 + len(words)
         as_c = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
         self._kept = as_c(self._launch)
         address = ctypes.cast(self._kept, ctypes.c_void_p).value
@@ -222,7 +221,6 @@ class Written:
         places = (ctypes.POINTER(ctypes.c_int64) * self.count).from_address(pointers)
         buffer, *pair, step_q, step_k, batch, width = (place[0] for place in places[:7])
         words = (place[0] for place in places[7:])
-        self.buffers.append(buffer)
         self.launched.append((function, blocks, threads, stream, batch, width, *words))
         offsets = (
             torch.tensor((ctypes.c_int32 * (batch * step + 1)).from_address(address)[::step])

@@ -31,20 +31,16 @@ struct Derived {  // what Python has derived of a pair of offsets, and owns
   std::vector<int64_t> places;
 };
 
-using Views = std::vector<at::Tensor>;
-
 struct Written {  // what a kernel has written of a pair of offsets
   SeenOffsets offsets;
   std::shared_ptr<const OffsetsKernel> kernel;
   at::Tensor tensor;
-  uint64_t number;                                         // how many were written until then
-  std::shared_ptr<Views> views = std::make_shared<Views>();  // of the tensor, for launchers that take tensors
+  uint64_t number;  // how many were written until then
 };
 
 struct Read {  // what a kernel reads of offsets: places in a tensor, in bytes
   at::Tensor tensor;
   std::vector<int64_t> places;
-  std::shared_ptr<Views> views{};  // those of all who read it; null if it is read once
 };
 
 // What derives of offsets what a launch reads of them. See `Derivation` in Python.
@@ -79,22 +75,18 @@ inline bool needs_graph_memory(const at::Tensor& tensor) {
   return PyDict_GetItem(modules, name) != nullptr;
 }
 
-// Launch a kernel on offsets, without a wait and without the interpreter's lock: a launch may wait for the device. It writes to
-// `memory` if that has the size, else to a new tensor.
-inline at::Tensor written(
-    const OffsetsKernel& kernel, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream, at::Tensor memory = {}) {
+// Launch a kernel on offsets, without a wait and without the interpreter's lock: a launch may wait for the device.
+inline Read written(const OffsetsKernel& kernel, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   const WithoutGil without;
+  const auto options = at::TensorOptions().dtype(at::kLong).device(queries.device());
   const int64_t batch = queries.size(0) - 1, width = kernel.width > 0 ? kernel.width : batch;
-  at::Tensor tensor = std::move(memory);
-  if (!tensor.defined() || tensor.size(0) != kernel.rows || tensor.size(1) != width) {
-    tensor = at::empty({kernel.rows, width}, at::TensorOptions().dtype(at::kLong).device(queries.device()));
-  }
+  Read read{at::empty({kernel.rows, width}, options), kernel.places};
   c10::SmallVector<int64_t, kMostWords> words{
-      word_of(tensor), word_of(queries), word_of(keys), queries.stride(0), keys.stride(0), batch, width};
+      word_of(read.tensor), word_of(queries), word_of(keys), queries.stride(0), keys.stride(0), batch, width};
   words.append(kernel.words.begin(), kernel.words.end());
   void* const on = queries.is_cuda() ? stream.native_handle() : nullptr;
   launch_words(kernel.launch, kernel.function, (width + kernel.threads - 1) / kernel.threads, kernel.threads, on, words);
-  return tensor;
+  return read;
 }
 
 inline void check_places(const std::vector<int64_t>& places, int64_t bytes, const char* by) {
@@ -138,11 +130,14 @@ inline Written* find_written(const OffsetsKernel& kernel, const at::Tensor& quer
   return same == all_written.end() ? nullptr : &*same;
 }
 
-// Remove what was written of offsets whose tensors have gone, or the oldest of 64: what is dropped earlier would be written
-// anew, and nobody would compare what calls have read. It is to be destroyed last: other threads may run then.
-inline std::optional<Written> take_superfluous() {
+// Keep what was written, until the offsets' tensors have gone or 64 others have come: what is dropped earlier would be written
+// anew, and nobody would compare what calls have read. Returns what had its place, to be destroyed last: other threads may run
+// then.
+inline std::optional<Written> keep_written(Written written) {
+  written.number = ++last_written;
   auto place = std::find_if(all_written.begin(), all_written.end(), [](const Written& each) { return each.offsets.have_gone(); });
   if (place == all_written.end() && all_written.size() < kMostWritten) {
+    all_written.push_back(std::move(written));
     return std::nullopt;
   }
   if (place == all_written.end()) {
@@ -150,22 +145,7 @@ inline std::optional<Written> take_superfluous() {
       return left.number < right.number;
     });
   }
-  std::optional<Written> taken = std::move(*place);
-  if (place != all_written.end() - 1) {
-    *place = std::move(all_written.back());
-  }
-  all_written.pop_back();
-  return taken;
-}
-
-// The memory of what was written, if no call has it, and the device reads it before what this stream launches next.
-inline at::Tensor memory_of(Written& superfluous, c10::Stream stream) {
-  if (superfluous.offsets.stream != stream || superfluous.views.use_count() > 1) {
-    return {};
-  }
-  superfluous.views->clear();
-  at::Tensor& tensor = superfluous.tensor;
-  return tensor.use_count() > 1 || tensor.storage().use_count() > 1 ? at::Tensor() : std::move(tensor);
+  return std::exchange(*place, std::move(written));
 }
 
 // What a kernel has written of the offsets, or writes now if they are new.
@@ -174,7 +154,7 @@ inline std::optional<Read> kept_written(
   const OffsetsKernel& kernel = *derivation.kernel;
   const Written* const same = find_written(kernel, queries, keys, stream);
   if (same && same->offsets.is_trusted()) {
-    return Read{same->tensor, kernel.places, same->views};
+    return Read{same->tensor, kernel.places};
   }
   const at::Tensor own = same ? same->tensor : at::Tensor();
   // Before anything looks at them: another thread may write to them meanwhile.
@@ -186,10 +166,9 @@ inline std::optional<Read> kept_written(
     }
     return read;
   }
-  auto superfluous = take_superfluous();
-  at::Tensor tensor = written(kernel, queries, keys, stream, superfluous ? memory_of(*superfluous, stream) : at::Tensor());
-  const Written& kept = all_written.emplace_back(Written{std::move(state), derivation.kernel, std::move(tensor), ++last_written});
-  return Read{kept.tensor, kernel.places, kept.views};
+  Read read = written(kernel, queries, keys, stream);
+  const auto dropped = keep_written({std::move(state), derivation.kernel, read.tensor, 0});
+  return read;
 }
 
 // What Python derived of the offsets the last time, if neither has changed and its tensor is still alive.
@@ -211,8 +190,7 @@ inline std::optional<Read> derive(
     const Derivation& derivation, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   const bool is_written = derivation.kernel && queries.scalar_type() == at::kInt && keys.scalar_type() == at::kInt;
   if (!counts_versions(queries) || !counts_versions(keys) || needs_graph_memory(queries)) {
-    return is_written ? Read{written(*derivation.kernel, queries, keys, stream), derivation.kernel->places}
-                      : derived_by_python(derivation, queries, keys, {});
+    return is_written ? written(*derivation.kernel, queries, keys, stream) : derived_by_python(derivation, queries, keys, {});
   }
   if (is_written) {
     return kept_written(derivation, queries, keys, stream);

@@ -114,23 +114,21 @@ inline Tensors with_sinks_given(const Tensors& tensors, const at::Tensor& sinks)
   return with_sinks;
 }
 
-constexpr size_t kCounts = 0, kOffsets = 1;  // the views that `counts_of` returns
+struct Counts {  // see `launching/counts.py`
+  at::Tensor counts, offsets;
+};
 
-// How many keys each sequence has, and a copy of the offsets, derived once for all calls with them (see `launching/counts.py`);
-// null where that can't be done any more.
-inline std::shared_ptr<const Views> counts_of(const Derivation& derivation, const at::Tensor& queries, const at::Tensor& keys) {
+// How many keys each sequence has, and a copy of the offsets, derived once for all calls with them; nothing where that can't be
+// done any more.
+inline std::optional<Counts> counts_of(const Derivation& derivation, const at::Tensor& queries, const at::Tensor& keys) {
   const c10::OptionalDeviceGuard device_guard(queries.device());
   const int64_t batch = queries.size(0) - 1;
   const WithGil gil;
   const auto read = derive(derivation, queries, keys, stream_of(queries));
   if (!read) {
-    return nullptr;
+    return std::nullopt;
   }
-  const auto views = read->views ? read->views : std::make_shared<Views>();
-  if (views->empty()) {
-    *views = {ints_in(read->tensor, 0, batch), ints_in(read->tensor, (batch + 3) / 4 * 4, batch + 1)};
-  }
-  return views;
+  return Counts{ints_in(read->tensor, 0, batch), ints_in(read->tensor, (batch + 3) / 4 * 4, batch + 1)};
 }
 
 // Run a kept call; false where there is none, or it can't be run so. The caller counts `sinks` that the entry doesn't.
@@ -153,11 +151,11 @@ inline bool run_varlen(
   if (entry->counts && (tensors[query].numel() == 0 || queries.size(0) < 2)) {
     return false;  // nothing is launched without queries or sequences
   }
-  const auto counts = entry->counts ? counts_of(*entry->counts, queries, keys) : nullptr;
+  const auto counts = entry->counts ? counts_of(*entry->counts, queries, keys) : std::nullopt;
   if (entry->counts && !counts) {
     return false;
   }
-  const at::Tensor& used = counts ? (*counts)[kCounts] : further.used;
+  const at::Tensor& used = counts ? counts->counts : further.used;
   Question question;
   bool fills_queries = further.fills_queries, asks_queries = false;
   if (!known.knows_rows && tensors[query].is_cuda()) {
@@ -171,7 +169,7 @@ inline bool run_varlen(
     }
   }
   fills_queries = fills_queries || known.fills_rows || known.knows_rows;
-  const Tensors operands = counts ? with_offsets_of_keys(tensors, (*counts)[kOffsets])
+  const Tensors operands = counts ? with_offsets_of_keys(tensors, counts->offsets)
                                : entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
   Launch call{operands.empty() ? tensors : operands, lengths, is_packed, known.knows_rows, known.fills_rows, query == 0};
   call.used = used.defined() ? &used : nullptr;
