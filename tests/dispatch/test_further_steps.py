@@ -8,7 +8,7 @@ import torch
 from support.launcher_kinds import PACKED, OnAddresses, assert_equal, forward_function
 
 import attnreg
-from attnreg.core.contract.lengths import OF_ALL, Lengths
+from attnreg.core.contract.lengths import OF_ALL, Lengths, steps_of
 from attnreg.core.dispatch import counters, state
 from attnreg.core.dispatch.state import CallKind, Detail
 
@@ -77,6 +77,20 @@ def test_the_kept_lengths_of_a_step_ask_for_no_choice(call):
     call(FIRST)
     assert not call(FIRST._replace(tokens_q=17, tokens_k=17))
     assert call.steps.asked == []
+
+
+# Three sequences; 32 tokens begin a step, as 8 and 12 do.
+@pytest.mark.parametrize(("longest", "tokens", "is_same"), [(10, 30, True), (11, 24, True), (11, 23, False)])
+def test_of_all_tokens_the_mean_of_a_sequence_counts(call, longest, tokens, is_same):
+    first, second = Lengths(3, 11, 11, 33, 33), Lengths(3, longest, longest, tokens, tokens)
+    call(first)
+    assert not call(second)
+    assert call.steps.asked == ([] if is_same else [second])
+    assert (steps_of(first) == steps_of(second)) is is_same
+
+
+def test_without_sequences_steps_are_those_of_the_tokens():
+    assert steps_of(Lengths(0, 0, 0, 5, 0)) == (0, 0, 0, 6, 0, 0)
 
 
 @pytest.mark.parametrize("answer", [None, (), "another"], ids=["none", "nothing counted", "another choice"])

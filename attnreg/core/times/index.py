@@ -117,11 +117,9 @@ class Index:
         """
         floor = self.floors.get(name, 0.0)
         timed = [
-            (log(max(result.gpu_us - floor, 1.0)), place.works)
+            (log(max(gpu_us - floor, 1.0)), place.works)
             for place in self.places
-            if place.point.size.max_q in queries
-            and (result := place.point.backends.get(name)) is not None
-            and result.gpu_us is not None
+            if place.point.size.max_q in queries and (gpu_us := _gpu_us_of(name, place.point)) is not None
         ]
         return [_spread_of([time - log(works[growth]) for time, works in timed]) for growth in growths]
 
@@ -130,11 +128,13 @@ class Index:
 
         For each of `places`, by a growth of `GROWTHS`; None where it has no time.
         """
-        if (rates := self._rates.get((name, growth))) is None:
-            floor, results = self.floors.get(name, 0.0), [place.point.backends.get(name) for place in self.places]
+        rates = self._rates.get((name, growth))
+        if rates is None:
+            floor = self.floors.get(name, 0.0)
             rates = self._rates[name, growth] = [
-                None if result is None or result.gpu_us is None else (result.gpu_us - floor) / place.works[growth]
-                for place, result in zip(self.places, results, strict=True)
+                None if gpu_us is None else (gpu_us - floor) / place.works[growth]
+                for place in self.places
+                for gpu_us in (_gpu_us_of(name, place.point),)
             ]
         return rates
 
@@ -143,8 +143,9 @@ class Index:
     ) -> list[tuple[float, int]]:
         """Return the distances of the few nearest points, with their numbers in `places`.
 
-        Or only the point with these coordinates. A distance of 1 is a factor of two in one of the sizes. Several points may share coordinates, because
-        windows and packed totals are no coordinates: `itself` is then preferred.
+        If points have these very coordinates, only one of them. A distance of 1 is a factor of two in one of
+        the sizes. Several points may share coordinates, because windows and packed totals are no coordinates:
+        `itself` is then preferred.
         """
         # A family has up to some hundreds of points: a full scan takes at most some ten microseconds.
         distances = list(map(dist, self._ats, repeat(at)))
@@ -163,6 +164,12 @@ class Index:
         if (name, ratio) in self._wrong or (name, ratio) in self._right:
             return self._wrong.get((name, ratio), "")
         return next((problem for (other, _), problem in self._wrong.items() if other == name), "")
+
+
+def _gpu_us_of(name: str, point: Point) -> float | None:
+    """Return a backend's GPU time at a point, in microseconds; None if it has none."""
+    result = point.backends.get(name)
+    return None if result is None else result.gpu_us
 
 
 def _spread_of(numbers: list[float]) -> float:

@@ -115,11 +115,11 @@ class Size(NamedTuple):
 
 def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
     """Return the kind of one direction of a call."""
-    of_direction = (row for row in OPTIONS if direction in row.directions)
-    extras = {row.field: row.is_on_in(spec) for row in of_direction}
-    extras |= {"deterministic": spec.deterministic and direction == "backward"}  # forwards always are
+    extras = {row.field for row in spec.options if direction in row.directions}
+    if spec.deterministic and direction == "backward":  # forwards always are
+        extras.add("deterministic")
     if not spec.gives_sinks:
-        extras |= dict.fromkeys(RESCALED, False)
+        extras -= RESCALED
     return Kind(
         direction,
         spec.dtype,
@@ -128,7 +128,7 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
         spec.heads_q // spec.heads_k,
         "window" if spec.windowed else "causal" if spec.causal else "none",
         spec.varlen,
-        tuple(name for name in sorted(extras) if extras[name]),
+        tuple(sorted(extras)),
     )
 
 

@@ -13,7 +13,7 @@ host time depends on how many kernels a call launches. It is the time of a call 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import dist, exp, log
@@ -25,6 +25,7 @@ from attnreg.core.times.index import EXACT, Index, Kinds
 from attnreg.core.times.kinds import (
     RESCALED,
     Kind,
+    Size,
     coordinates,
     family_of,
     host_shapes_of,
@@ -32,7 +33,7 @@ from attnreg.core.times.kinds import (
     size_of,
     works,
 )
-from attnreg.core.times.points import Measured, Point
+from attnreg.core.times.points import Point
 
 # The first call of a shape is spread over this many calls, as in a training run.
 CALLS_PER_SHAPE = 100_000
@@ -90,27 +91,10 @@ def predict(
     at = coordinates(kind, size)
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
-    near_points = [index.places[number].point for _, number in near]
-    names = dict.fromkeys(name for point in near_points for name in point.backends)
     shapes = host_shapes_of(kind._replace(extras=index.family.extras), size)  # of calls as measured
-    hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward, shapes)
-    amounts = works(kind, size, kinds.processors)
-    # All backends share the weights: this loop takes most of a look-up's time.
-    weights = [(1.0 / max(distance, EXACT) ** 2, number) for distance, number in near]
-    candidates = []
-    for name in names:
-        # Failures depend on the size, for instance by lack of memory, so the backend's nearest point decides.
-        closest = next(point.backends[name] for point in near_points if name in point.backends)
-        if trouble := index.wrong_with(name, kind.ratio) or closest.trouble:
-            candidates.append(Candidate(name, trouble=trouble))
-            continue
-        growth = kinds.growth_of(name, index.family, size.max_q)
-        gpu = _gpu_us(weights, index.rates(name, growth), amounts[growth], index.floors[name])
-        host = hosts[name]
-        if host is None:
-            host = closest.host_us if near[0][0] < EXACT else index.hosts[name]
-        calls_per_shape = 1 if name.casefold() in builders else CALLS_PER_SHAPE
-        candidates.append(_candidate(name, gpu, host, index.first_calls[name], spec.capturing, calls_per_shape))
+    ways = compiled, direction == "backward" or spec.needs_backward
+    call = _Call(kind, size, index, near, spec.capturing, builders)
+    candidates = _candidates(kinds, call, ways, shapes)
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {_named(index.family, kind)}")
@@ -121,6 +105,58 @@ def predict(
         for itself in (distance < EXACT and point.place == (kind, size),)
     )
     return Prediction(table, _ranked(candidates), points, tuple(notes), builders)
+
+
+class _Call(NamedTuple):
+    """A call, and what its prediction is made from.
+
+    Attributes:
+        kind, size: its place in a table.
+        family, near: the points of its family, and distances and numbers of the nearest.
+        capturing: whether a CUDA graph is captured.
+        builders: as for `predict`.
+    """
+
+    kind: Kind
+    size: Size
+    family: Index
+    near: Sequence[tuple[float, int]]
+    capturing: bool
+    builders: frozenset[str]
+
+
+def _candidates(
+    kinds: Kinds, call: _Call, ways: tuple[bool, bool], shapes: Sequence[str]
+) -> Iterator[Candidate]:
+    """Yield the times of each backend that has any near a call; `ways` and `shapes` are as for `_hosts`."""
+    index, points = call.family, [call.family.places[number].point for _, number in call.near]
+    names = dict.fromkeys(name for point in points for name in point.backends)
+    hosts = _hosts(kinds, call.kind, names, ways, shapes)
+    amounts = works(call.kind, call.size, kinds.processors)
+    # All backends share the weights: what follows takes most of a look-up's time.
+    weights = [(1.0 / max(distance, EXACT) ** 2, number) for distance, number in call.near]
+    for name in names:
+        # Failures depend on the size, for instance by lack of memory, so the backend's nearest point decides.
+        closest = next(point.backends[name] for point in points if name in point.backends)
+        if trouble := index.wrong_with(name, call.kind.ratio) or closest.trouble:
+            yield Candidate(name, trouble=trouble)
+            continue
+        growth = kinds.growth_of(name, index.family, call.size.max_q)
+        gpu = _gpu_us(weights, index.rates(name, growth), amounts[growth], index.floors[name])
+        host = hosts[name]
+        if host is None:
+            host = closest.host_us if call.near[0][0] < EXACT else index.hosts[name]
+        yield _candidate(call, name, gpu, host)
+
+
+def _candidate(call: _Call, name: str, gpu: float, host: float) -> Candidate:
+    first = call.family.first_calls[name]
+    share = first if name.casefold() in call.builders else first / CALLS_PER_SHAPE
+    # In a CUDA graph the host doesn't count, so that it orders no backends that are as fast.
+    if call.capturing:
+        return Candidate(name, gpu, gpu, 0.0, first)
+    cost = max(gpu, host) + share * 1e6
+    return Candidate(name, cost, gpu, host, first, by_host=gpu < host)
 
 
 def _named(family: Kind, kind: Kind) -> str:
@@ -173,15 +209,19 @@ def _ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _hosts(
-    kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool, shapes: Sequence[str]
+    kinds: Kinds, kind: Kind, names: Iterable[str], ways: tuple[bool, bool], shapes: Sequence[str]
 ) -> dict[str, float | None]:
     """Return the host time of a call through its front for each backend, or None for all if any has none.
+
+    `ways` are whether the compiled call cache is in use, and whether autograd records the call. `shapes` are
+    entries of `HOST_SHAPES`, the nearest first.
 
     All or none, because times of different ways can't be compared: calling a kernel's function directly takes
     less than a front, and the compiled call cache less than Python. A backend that can't run a shape's
     example has the time of the next shape; the other backends keep theirs. (An example is efficient, where
     heads share keys.)
     """
+    compiled, recorded = ways
     # Older tables lack times of calls that autograd doesn't record, and of other shapes.
     for routers, way in product((True, False) if compiled else (False,), (recorded, True)):
         place = kind.varlen, kind.direction, routers, way
@@ -190,14 +230,6 @@ def _hosts(
         if None not in host_times.values():
             return {name: host * USUAL_HOST for name, host in host_times.items() if host is not None}
     return dict.fromkeys(names)
-
-
-def _candidate(
-    name: str, gpu: float, host: float, first: float, capturing: bool, calls_per_shape: int
-) -> Candidate:
-    cost = gpu if capturing else max(gpu, host) + first * 1e6 / calls_per_shape
-    # In a CUDA graph the host doesn't count, so that it orders no backends that are as fast.
-    return Candidate(name, cost, gpu, 0.0 if capturing else host, first, by_host=gpu < host <= cost)
 
 
 def _gpu_us(
