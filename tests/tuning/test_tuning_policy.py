@@ -228,6 +228,23 @@ def test_calls_of_ever_new_shapes_leave_a_backend_that_builds_something_for_each
     assert ran() == {"second": (3, 0)}
 
 
+def test_which_lengths_a_class_looks_at_is_found_out_at_its_first_shape(
+    here, building, routers, ran, monkeypatch
+):
+    watched, unnamed_reads = [], Entry.unnamed_reads
+
+    def watching(entry, spec, *rest, **options):
+        watched.append(spec.max_q)
+        return unnamed_reads(entry, spec, *rest, **options)
+
+    monkeypatch.setattr(Entry, "unnamed_reads", watching)
+    attnreg.configure(here(cpu=90.0, first=took(10.0, 0.0, 0.05), second=took(40.0)))
+    for length in (230, 231, 232):
+        call(length)
+    assert ran() == {"first": (3, 0)}
+    assert set(watched) == {230}
+
+
 @pytest.mark.parametrize("longer", [0, 700], ids=["all built for", "every second one on another backend"])
 def test_of_ever_new_shapes_a_few_are_decided_one_by_one(here, lengths_decided, routers, ran, longer):
     """Each that is built for is decided in full. Of others, and of steps later, the times are looked up."""

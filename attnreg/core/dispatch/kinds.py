@@ -85,11 +85,15 @@ def _besides_shapes(
         decision.backend not in decision.asked_for for decision in decisions
     )
     by_times = has_turns or any(map(_is_by_times, decisions))
-    # Which lengths are looked at is the same for all of a class, so that it is found out once. Where shapes
-    # count, it isn't known from that.
-    before = kind.detail_of(key)
-    is_open = before in (Detail.CLASS, Detail.SHAPES)
-    if before is Detail.EXACT or (is_open and _looks_at_lengths(now, spec, direction, decisions, by_times)):
+    if kind.detail_of(key) is Detail.EXACT:
+        return Detail.EXACT
+    # Times compare the same backends for all lengths of a class, and this takes as long as the decision.
+    looks = kind.looks_at_lengths.get(key[:1]) if by_times else None
+    if looks is None:
+        looks = _looks_at_lengths(now, spec, direction, decisions, by_times)
+        if by_times:
+            kind.looks_at_lengths[key[:1]] = looks
+    if looks:
         return Detail.EXACT
     return Detail.STEPS if by_times or timed.is_on else Detail.CLASS
 

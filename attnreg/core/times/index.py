@@ -96,7 +96,7 @@ class Index:
         everyone = {name for place in places for name in place.point.backends}
         complete = [n for n, place in enumerate(places) if everyone <= place.point.backends.keys()]
         self._complete = complete if 2 * len(complete) > len(places) else []
-        self._rates: dict[tuple[str, int], list[float | None]] = {}
+        self._growing: dict[tuple[str, int], list[tuple[float, float] | None]] = {}
 
     def clamped(self, at: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Return the nearest coordinates in the measured range, and the names of those outside it."""
@@ -123,20 +123,20 @@ class Index:
         ]
         return [_spread_of([time - log(works[growth]) for time, works in timed]) for growth in growths]
 
-    def rates(self, name: str, growth: int) -> list[float | None]:
-        """Return what a backend takes for a unit of work above its floor, in microseconds.
+    def growing(self, name: str, growth: int) -> list[tuple[float, float] | None]:
+        """Return what a backend takes above its floor, in microseconds, and for which amount of work.
 
         For each of `places`, by a growth of `GROWTHS`; None where it has no time.
         """
-        rates = self._rates.get((name, growth))
-        if rates is None:
+        growing = self._growing.get((name, growth))
+        if growing is None:
             floor = self.floors.get(name, 0.0)
-            rates = self._rates[name, growth] = [
-                None if gpu_us is None else (gpu_us - floor) / place.works[growth]
+            growing = self._growing[name, growth] = [
+                None if gpu_us is None else (gpu_us - floor, place.works[growth])
                 for place in self.places
                 for gpu_us in (_gpu_us_of(name, place.point),)
             ]
-        return rates
+        return growing
 
     def nearest(
         self, at: tuple[float, ...], itself: tuple[Kind, Size] | None = None

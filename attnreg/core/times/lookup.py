@@ -142,7 +142,7 @@ def _candidates(
             yield Candidate(name, trouble=trouble)
             continue
         growth = kinds.growth_of(name, index.family, call.size.max_q)
-        gpu = _gpu_us(weights, index.rates(name, growth), amounts[growth], index.floors[name])
+        gpu = _gpu_us(weights, index.growing(name, growth), amounts[growth], index.floors[name])
         host = hosts[name]
         if host is None:
             host = closest.host_us if call.near[0][0] < EXACT else index.hosts[name]
@@ -233,7 +233,10 @@ def _hosts(
 
 
 def _gpu_us(
-    weights: Sequence[tuple[float, int]], rates: Sequence[float | None], amount: float, floor: float
+    weights: Sequence[tuple[float, int]],
+    growing: Sequence[tuple[float, float] | None],
+    amount: float,
+    floor: float,
 ) -> float:
     """Return the GPU time by the times of near calls, scaled by the work, in microseconds.
 
@@ -242,9 +245,9 @@ def _gpu_us(
     total = logarithms = number = 0.0
     count = 0
     for weight, place in weights:
-        rate = rates[place]
-        if rate is not None:
-            number = floor + rate * amount
+        if (measured := growing[place]) is not None:
+            above, work = measured
+            number = floor + above * amount / work
             logarithms += log(max(number, 1e-3)) * weight
             total += weight
             count += 1
