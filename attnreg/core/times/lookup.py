@@ -93,8 +93,8 @@ def predict(
     near = index.nearest(inside, (kind, size))
     shapes = host_shapes_of(kind._replace(extras=index.family.extras), size)  # of calls as measured
     ways = compiled, direction == "backward" or spec.needs_backward
-    call = _Call(kind, size, index, near, spec.capturing, builders)
-    candidates = _candidates(kinds, call, ways, shapes)
+    look_up = _LookUp(kind, size, index, near, spec.capturing, builders)
+    candidates = _candidates(kinds, look_up, ways, shapes)
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {_named(index.family, kind)}")
@@ -107,7 +107,7 @@ def predict(
     return Prediction(table, _ranked(candidates), points, tuple(notes), builders)
 
 
-class _Call(NamedTuple):
+class _LookUp(NamedTuple):
     """A call, and what its prediction is made from.
 
     Attributes:
@@ -126,34 +126,34 @@ class _Call(NamedTuple):
 
 
 def _candidates(
-    kinds: Kinds, call: _Call, ways: tuple[bool, bool], shapes: Sequence[str]
+    kinds: Kinds, look_up: _LookUp, ways: tuple[bool, bool], shapes: Sequence[str]
 ) -> Iterator[Candidate]:
     """Yield the times of each backend that has any near a call; `ways` and `shapes` are as for `_hosts`."""
-    index, points = call.family, [call.family.places[number].point for _, number in call.near]
+    index, points = look_up.family, [look_up.family.places[number].point for _, number in look_up.near]
     names = dict.fromkeys(name for point in points for name in point.backends)
-    hosts = _hosts(kinds, call.kind, names, ways, shapes)
-    amounts = works(call.kind, call.size, kinds.processors)
+    hosts = _hosts(kinds, look_up.kind, names, ways, shapes)
+    amounts = works(look_up.kind, look_up.size, kinds.processors)
     # All backends share the weights: what follows takes most of a look-up's time.
-    weights = [(1.0 / max(distance, EXACT) ** 2, number) for distance, number in call.near]
+    weights = [(1.0 / max(distance, EXACT) ** 2, number) for distance, number in look_up.near]
     for name in names:
         # Failures depend on the size, for instance by lack of memory, so the backend's nearest point decides.
         closest = next(point.backends[name] for point in points if name in point.backends)
-        if trouble := index.wrong_with(name, call.kind.ratio) or closest.trouble:
+        if trouble := index.wrong_with(name, look_up.kind.ratio) or closest.trouble:
             yield Candidate(name, trouble=trouble)
             continue
-        growth = kinds.growth_of(name, index.family, call.size.max_q)
+        growth = kinds.growth_of(name, index.family, look_up.size.max_q)
         gpu = _gpu_us(weights, index.growing(name, growth), amounts[growth], index.floors[name])
         host = hosts[name]
         if host is None:
-            host = closest.host_us if call.near[0][0] < EXACT else index.hosts[name]
-        yield _candidate(call, name, gpu, host)
+            host = closest.host_us if look_up.near[0][0] < EXACT else index.hosts[name]
+        yield _candidate(look_up, name, gpu, host)
 
 
-def _candidate(call: _Call, name: str, gpu: float, host: float) -> Candidate:
-    first = call.family.first_calls[name]
-    share = first if name.casefold() in call.builders else first / CALLS_PER_SHAPE
+def _candidate(look_up: _LookUp, name: str, gpu: float, host: float) -> Candidate:
+    first = look_up.family.first_calls[name]
+    share = first if name.casefold() in look_up.builders else first / CALLS_PER_SHAPE
     # In a CUDA graph the host doesn't count, so that it orders no backends that are as fast.
-    if call.capturing:
+    if look_up.capturing:
         return Candidate(name, gpu, gpu, 0.0, first)
     cost = max(gpu, host) + share * 1e6
     return Candidate(name, cost, gpu, host, first, by_host=gpu < host)
