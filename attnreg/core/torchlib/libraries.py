@@ -164,7 +164,9 @@ CALL_CACHE = Library(
     "call_cache",
     "the call cache",
     ROOT / "core" / "dispatch" / "csrc" / "module.cpp",
-    ("-O2",),
+    # Functions of ours call each other without the linkage table. A small forward then reads 366 cache lines
+    # of instructions, with the table 418. Above a kernel that does nothing it takes 3.98 us, with it 4.17.
+    ("-O2", "-fno-plt", "-Wl,-Bsymbolic-functions"),
     ("c10", "torch_cpu", "torch_python"),
     TRY_MODULE,
     "Python runs every call: on a CPU a forward of varlen_attn takes 32.2 µs of the host, with it 12.7, and "
