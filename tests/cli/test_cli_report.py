@@ -237,6 +237,22 @@ def test_a_file_that_is_no_page_is_not_replaced(tmp_path):
     assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"
 
 
+def plan_of(ran, length):
+    return {
+        "device": {"type": "cpu", "capability": None, "name": ""}, "direction": "forward", "backend": ran,
+        "source": "default order for cpu", "calls": 5, "decided_us": 1.0, "first_us": 9.0, "timed": 4,
+        "timed_us": 8.0, "shortest_us": 1.0, "longest_us": 3.0,
+        "spec": {"dtype": "float32", "batch": 1, "max_q": length, "max_k": length, "heads_q": 2,
+                 "heads_k": 2, "head_dim": 16, "head_dim_v": 16},
+    }  # fmt: skip
+
+
+def test_calls_of_one_step_of_lengths_share_a_row():
+    plans = [plan_of("math", length) for length in (520, 700, 767, 768)]
+    rows = lines.rows_of([{"report": {"plans": plans}}])
+    assert sorted((row.spec.max_q, row.calls) for row in rows) == [(520, 15), (768, 5)]
+
+
 @pytest.mark.parametrize(
     ("ran", "backend", "faster"),
     [("math", "math", "cpu"), ("torch's flash_attention kernel", "cpu", "math")],
@@ -244,13 +260,7 @@ def test_a_file_that_is_no_page_is_not_replaced(tmp_path):
 def test_a_gain_is_a_prediction_of_a_table_for_a_backend_that_can_run_the_call(
     monkeypatch, ran, backend, faster
 ):
-    plan = {
-        "device": {"type": "cpu", "capability": None, "name": ""}, "direction": "forward", "backend": ran,
-        "source": "default order for cpu", "calls": 5, "decided_us": 1.0, "first_us": 9.0, "timed": 4,
-        "timed_us": 8.0, "shortest_us": 1.0, "longest_us": 3.0,
-        "spec": {"dtype": "float32", "batch": 1, "max_q": 8, "max_k": 8, "heads_q": 2, "heads_k": 2,
-                 "head_dim": 16, "head_dim_v": 16},
-    }  # fmt: skip
+    plan = plan_of(ran, 8)
     report = {
         "seconds": 1.0,
         "python": "3",

@@ -111,3 +111,21 @@ def test_on_a_cpu_and_among_calls_of_nearly_one_size_only_multiplications_count(
 def test_a_call_without_heads_costs_something():
     spec = spec_with(heads_q=0, heads_k=1)
     assert all(work > 0 for work in works(kind_of(spec, "forward"), size_of(spec), 132)[len(SPREADS) :])
+
+
+def test_what_is_kept_of_a_growth_serves_no_other():
+    """Few queries and many have other growths; one table has predictions for both, in either order."""
+
+    def looked_up(kinds, max_q):
+        found = predict(kinds, spec_with(batch=3, max_q=max_q, max_k=3000), "forward", "t")
+        return {one.backend: one.gpu_us for one in found.candidates}
+
+    points = [
+        point(spec_with(batch=batch, max_q=max_q, max_k=4096), a=100.0 * batch + max_q, b=90.0 * batch**2)
+        for batch in (1, 2, 8)
+        for max_q in (1, 4, 64, 512)
+    ]
+    alone = {max_q: looked_up(Kinds(points, (), 132), max_q) for max_q in (1, 3, 400)}
+    for order in ((1, 3, 400), (400, 3, 1)):
+        kinds = Kinds(points, (), 132)
+        assert [looked_up(kinds, max_q) for max_q in order] == [alone[max_q] for max_q in order]

@@ -245,6 +245,32 @@ def test_which_lengths_a_class_looks_at_is_found_out_at_its_first_shape(
     assert set(watched) == {230}
 
 
+@pytest.mark.parametrize("builds", [False, True])
+def test_which_lengths_a_class_looks_at_is_found_out_again_once_another_backend_has_loaded(
+    here, known, fake, python_routers, monkeypatch, builds
+):
+    """Torch's own kernel is replaced for odd lengths alone, by a backend that names no cuts."""
+    recorder = fake("cpu", priority=0, devices=("cpu",))
+    kernels = attnreg.Kernels(
+        recorder.forward, recorder.backward, replaces_native=lambda direction, spec: spec.max_q % 2 == 1
+    )
+    first = dataclasses.replace(known["first"].backend, builds=(lambda spec: True) if builds else None)
+    cpu = dataclasses.replace(recorder.backend, load=lambda: kernels)
+    know(monkeypatch, first, cpu, known["math"].backend)
+    sizes = {128: (10.0, 40.0), 1024: (900.0, 200.0)}
+    attnreg.configure(here(*crossing(sizes, "first", "cpu")))
+    call(200)  # by the first
+    for length in range(901, 931):
+        call(length)
+    (kind,) = state().kinds.values()
+    natives = {
+        length: plan.is_native
+        for length in range(915, 931)
+        if (plan := kind.plans.get(kind.key(Lengths(1, length, length, length, length)))) is not None
+    }
+    assert natives == {length: length % 2 == 0 for length in range(915, 931)}
+
+
 @pytest.mark.parametrize("longer", [0, 700], ids=["all built for", "every second one on another backend"])
 def test_of_ever_new_shapes_a_few_are_decided_one_by_one(here, lengths_decided, routers, ran, longer):
     """Each that is built for is decided in full. Of others, and of steps later, the times are looked up."""

@@ -167,6 +167,11 @@ class Entry:
             against = known_faults(self.name, self.version, spec, direction)
         return against
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its kernels have loaded."""
+        return self._kernels is not None
+
     def cuts(self, spec: AttentionSpec, direction: Direction) -> tuple[Cut, ...]:
         """Return where the decision about calls of a spec's kind changes with their lengths."""
         backend, limits = self.backend, self._limits(direction)
