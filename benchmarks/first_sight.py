@@ -3,7 +3,7 @@
     python benchmarks/first_sight.py [--count N] [--seed S] [--seconds S] [--backends FA4,FA2] [--out FILE]
 
 The shapes are those of `attnreg bench selection --random`. Each side makes calls of a shape's kind, whose
-lengths are within a quarter of the shape's. As long as a shape has other lengths, none repeat. The first
+lengths are up to a quarter shorter. As long as a shape has other lengths, none repeat. The first
 twelve don't count: the kind is decided in them, and `adaptive` has its turns. Before all of them each backend
 by name makes a call of the shape itself, which loads and compiles its kernels. A figure is the median of
 further calls, from an idle device to an idle device, and their mean, which counts each decision that new

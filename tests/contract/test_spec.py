@@ -8,7 +8,7 @@ import torch
 from support.refusals import refusal
 
 from attnreg import AttentionSpec, Device, InvalidInputError
-from attnreg.core.contract.spec import LENGTHS, canonical_dtype
+from attnreg.core.contract.spec import canonical_dtype
 
 DENSE = {
     "device": Device("cpu"), "dtype": "float32", "batch": 2, "max_q": 16, "max_k": 32, "heads_q": 4,
@@ -221,9 +221,3 @@ def test_a_spec_is_plain_data():
     spec = AttentionSpec(**DENSE | {"device": Device.parse("sm_90"), "dtype": torch.float16})
     document = json.loads(json.dumps(dataclasses.asdict(spec)))
     assert (document["device"]["capability"], document["dtype"]) == ([9, 0], "float16")
-
-
-def test_a_spec_of_other_lengths_is_the_same_as_one_that_is_checked():
-    spec = AttentionSpec(**DENSE, sinks=True, key_ranges=True, ranges=2, varlen=True, window=(4, 0))
-    lengths = 3, 70, 90, 150, 200, 5
-    assert spec.of_lengths(lengths) == spec.but(**dict(zip(LENGTHS, lengths, strict=True)))

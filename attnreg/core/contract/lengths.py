@@ -155,10 +155,9 @@ def step_of(length: int) -> int:
 
 
 def steps_of(lengths: Lengths) -> tuple[int, ...]:
-    """Return the steps that lengths lie in; of all tokens the mean of a sequence counts.
+    """Return the steps that lengths lie in. In place of all tokens the mean of a sequence counts.
 
-    A dense call's mean is its longest length: with its tokens it would change steps more often, which have
-    products of the same lengths.
+    All tokens of a dense call are the product of its other lengths: their steps would only be further ones.
     """
     sequences = max(lengths.batch, 1)
     tokens_q, tokens_k = lengths.tokens_q // sequences, lengths.tokens_k // sequences

@@ -7,7 +7,7 @@ and tests build it for hardware that isn't there. `Device` is the device of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,15 +190,6 @@ class AttentionSpec:
     def but(self, **changes: Any) -> AttentionSpec:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
-
-    def of_lengths(self, lengths: Iterable[int]) -> AttentionSpec:
-        """Return the spec of a call of the same kind, of lengths as `LENGTHS` lists them; checks nothing."""
-        changed = object.__new__(AttentionSpec)
-        for name in self.__dataclass_fields__:
-            object.__setattr__(changed, name, getattr(self, name))
-        for name, length in zip(LENGTHS, lengths, strict=True):
-            object.__setattr__(changed, name, length)
-        return changed
 
     @property
     def decodes(self) -> bool:

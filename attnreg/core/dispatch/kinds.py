@@ -87,14 +87,14 @@ def _besides_shapes(
     by_times = has_turns or any(map(_is_by_times, decisions))
     if kind.detail_of(key) is Detail.EXACT:
         return Detail.EXACT
-    # It takes as long as the decision. Times compare the same backends for all lengths of a class; what one
-    # looks at may be known only once it has loaded.
-    loaded = sum(entry.is_loaded for entry in now.entries.values())
-    with_loaded, looks = kind.looks_at_lengths.get(key[:1], (-1, False)) if by_times else (-1, False)
-    if with_loaded != loaded:
+    # Watching the reads takes as long as the decision. Times compare the same backends for all lengths of a
+    # class. What a backend reads may be known only once it has loaded.
+    place = key[:1], sum(entry.is_loaded for entry in now.entries.values())
+    looks = kind.looks_at_lengths.get(place) if by_times else None
+    if looks is None:
         looks = _looks_at_lengths(now, spec, direction, decisions, by_times)
         if by_times:
-            kind.looks_at_lengths[key[:1]] = loaded, looks
+            kind.looks_at_lengths[place] = looks
     if looks:
         return Detail.EXACT
     return Detail.STEPS if by_times or timed.is_on else Detail.CLASS

@@ -182,8 +182,8 @@ class CallKind:
             brings more than `FEW_SHAPES` is likely to bring ever new shapes.
         brings_new_shapes: whether more have come. What a backend builds for a shape counts in full then.
         steps: by class of lengths, what decides about further steps, for as long as steps count there.
-        looks_at_lengths: by class of lengths, how many backends had loaded, and whether decisions by times
-            then looked at a length that no cut names.
+        looks_at_lengths: by class of lengths and number of loaded backends, whether decisions by times look
+            at a length that no cut names.
     """
 
     __slots__ = ("brings_new_shapes", "cuts", "details", "looks_at_lengths", "plans", "shapes", "steps")
@@ -194,7 +194,7 @@ class CallKind:
         self.details: dict[tuple[object, ...], Detail] = {}
         self.shapes, self.brings_new_shapes = set[tuple[object, ...]](), False
         self.steps: dict[tuple[object, ...], FurtherSteps] = {}
-        self.looks_at_lengths: dict[tuple[object, ...], tuple[int, bool]] = {}
+        self.looks_at_lengths: dict[tuple[tuple[object, ...], int], bool] = {}
 
     def key(self, lengths: Lengths) -> tuple[object, ...]:
         """Return what the plan of a call of this kind is kept under."""

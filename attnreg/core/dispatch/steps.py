@@ -64,7 +64,7 @@ class Steps:
         if (known := kind.plans.get(key)) is not None:
             return known
         counted_builds = self._building if kind.brings_new_shapes else frozenset[str]()
-        spec = self._spec.of_lengths(lengths)
+        spec = self._spec.but(**lengths._asdict())
         prediction = self._times.predict(spec, self._direction, counted_builds)
         if prediction is None:
             return None

@@ -158,8 +158,7 @@ def _builds_long(candidate: Candidate) -> bool:
 
 
 def _by_cost(default: Sequence[str], able: Container[str], prediction: Prediction) -> list[str]:
-    by_name = {candidate.backend.casefold(): candidate for candidate in reversed(prediction.candidates)}
-    known = {name: by_name[name] for name in default if name in by_name}
+    known = {name: candidate for name in default if (candidate := prediction.of(name)) is not None}
     costs = {name: candidate.rank_us for name, candidate in known.items() if candidate.rank_us is not None}
     # Whether a backend can run the call is asked of as few as possible: that takes longer than all else here.
     best = next((known[name] for name in sorted(costs, key=costs.__getitem__) if name in able), None)

@@ -99,9 +99,9 @@ def predict(
     if index.family != family_of(kind):
         notes.insert(0, f"nothing of this kind was measured; these are of {_named(index.family, kind)}")
     points = tuple(
-        SourcePoint(point, point.kind.ratio == kind.ratio, dist(place, at) if outside else distance, itself)
+        SourcePoint(point, point.kind.ratio == kind.ratio, dist(own, at) if outside else distance, itself)
         for distance, number in near
-        for place, point in (index.places[number][:2],)
+        for own, point, _ in (index.places[number],)
         for itself in (distance < EXACT and point.place == (kind, size),)
     )
     return Prediction(table, _ranked(candidates), points, tuple(notes), builders)
