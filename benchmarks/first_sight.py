@@ -104,12 +104,29 @@ def make_first_calls(shape: Case, ways: dict[str, Any], device: torch.device) ->
                     run([x.detach().requires_grad_(grad) for x in tensors], function, grad)
 
 
+def turn(cases: list[Case], device: torch.device, seed: int, grad: bool) -> tuple[list[float], Tensor]:
+    """Return the seconds of each call that counts, and the output of the last."""
+    timer, seconds = timer_for(device), []
+    for case in cases:
+        # Drawn before each call, as programs do. A thread that has waited long takes long to wake, on a
+        # virtual machine in several further calls. If all were drawn ahead, only decisions would cause that.
+        tensors, function = call_of(case, device, seed)
+        for x in tensors:
+            x.requires_grad_(grad)
+        timer.wait()
+        begun = timer.now()
+        out = run(tensors, function, grad)
+        timer.wait()
+        seconds.append(timer.now() - begun)
+    return seconds[WARM_UP:], out
+
+
 def measure(
     shape: Case, ways: dict[str, Any], device: torch.device, rounds: int, seed: str
 ) -> dict[str, Any]:
     """Return the seconds of the calls of each way, by step."""
     taken: dict[str, dict[str, list[float]]] = {}
-    timer, draw = timer_for(device), random.Random(seed)
+    draw = random.Random(seed)
     make_first_calls(shape, ways, device)
     # cuDNN comes last: a plan that it has built is there for the ways behind it.
     last = [name for name in ways if name == FIXED + CUDNN]
@@ -117,22 +134,11 @@ def measure(
     for step in (FORWARD, BOTH) if trains(shape) else (FORWARD,):
         before: set[tuple[object, ...]] = set()
         for number in range(rounds):
-            cases = new_cases(shape, draw, before)
-            calls = [call_of(case, device, number) for case in cases]
-            for tensors, _ in calls:
-                for x in tensors:
-                    x.requires_grad_(step == BOTH)
-            outs = {}
+            cases, outs = new_cases(shape, draw, before), {}
             for name in (*shuffled(others), *last):
                 with ways[name]():
-                    for tensors, function in calls[:WARM_UP]:
-                        run(tensors, function, step == BOTH)
-                    for tensors, function in calls[WARM_UP:]:
-                        timer.wait()
-                        begun = timer.now()
-                        outs[name] = run(tensors, function, step == BOTH)
-                        timer.wait()
-                        taken.setdefault(step, {}).setdefault(name, []).append(timer.now() - begun)
+                    seconds, outs[name] = turn(cases, device, number, step == BOTH)
+                taken.setdefault(step, {}).setdefault(name, []).extend(seconds)
             expected = next(iter(outs.values())).float()
             for name, out in outs.items():
                 if float((out.float() - expected).abs().max()) > NEAR:

@@ -33,7 +33,10 @@ class Gpu:
         self.slept += cycles / self.cycles_of_us
         self.busy_until = max(self.busy_until, self.host_at) + cycles / self.cycles_of_us
 
-    def synchronize(self, device=None):
+    def current_stream(self, device):
+        return SimpleNamespace(synchronize=self.wait)
+
+    def wait(self):
         self.host_at = max(self.host_at, self.busy_until)
 
     def Event(self, enable_timing):  # noqa: N802 - torch's name
@@ -48,7 +51,7 @@ def timer_of(monkeypatch):
     """Make the timer of such a GPU."""
 
     def make(gpu):
-        for name in ("_sleep", "synchronize", "Event"):
+        for name in ("_sleep", "current_stream", "Event"):
             monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
         monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host_at * 1e-6)
         return timer_for(torch.device("cuda"))

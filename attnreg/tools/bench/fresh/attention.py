@@ -22,7 +22,7 @@ from attnreg.tools.bench.compare import Batch
 from attnreg.tools.bench.fresh.turns import NEW, SAME, FreshRow, Stream, Way
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BOTH, FORWARD, decode, dense, packed
-from attnreg.tools.bench.sides import Front, by_default, forward, results, settings, torch_alone
+from attnreg.tools.bench.sides import Front, by_default, results, settings, torch_alone
 from attnreg.tools.measure import Case
 from attnreg.tools.measure.sample import Verdict
 
@@ -176,7 +176,8 @@ def _prepared(front_of: FrontOf, sets: str, step: str, batch: Batch) -> Callable
     front, tensors = front_of(batch), getattr(batch, sets)[0]
     if step == BOTH:
         return lambda: results(front, tensors)
-    return lambda: [forward(front, tensors)]
+    inputs = tensors.inputs()
+    return lambda: [front(*inputs)]
 
 
 def _of_the_package(front: str, batch: Batch) -> Front:
