@@ -5,7 +5,8 @@
 The shapes are those of `attnreg bench selection --random`. Each side makes calls of a shape's kind, whose
 lengths are up to a quarter shorter. As long as a shape has other lengths, none repeat. The first
 twelve don't count: the kind is decided in them, and `adaptive` has its turns. Before all of them each backend
-by name makes a call of the shape itself, which loads and compiles its kernels. A figure is the median of
+by name makes a call of the shape itself, which loads and compiles its kernels. A batch is drawn before each
+call. A figure is the median of
 further calls, from an idle device to an idle device, and their mean, which counts each decision that new
 lengths need. The ratio is to the backend with the least median among those that always run. Dense calls never
 always run on cuDNN: for each new shape it builds an execution plan, which takes 50 ms.
@@ -108,8 +109,7 @@ def turn(cases: list[Case], device: torch.device, seed: int, grad: bool) -> tupl
     """Return the seconds of each call that counts, and the output of the last."""
     timer, seconds = timer_for(device), []
     for case in cases:
-        # Drawn before each call, as programs do. A thread that has waited long takes long to wake, on a
-        # virtual machine in several further calls. If all were drawn ahead, only decisions would cause that.
+        # Drawn here, and not ahead: after a pause a thread wakes slowly, and this way all sides pause alike.
         tensors, function = call_of(case, device, seed)
         for x in tensors:
             x.requires_grad_(grad)

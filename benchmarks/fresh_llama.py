@@ -167,7 +167,7 @@ def row_of(model: Model, tokens: int, job: Job) -> FreshRow:
             for name, (how, within) in ways.items()
         },
         {SAME: Stream(draw, repeats=True), DOCUMENTS: Stream(draw), TOTALS: Stream(draw_total)},
-        model.verdict, TORCH,
+        model.verdict, lambda _: None, TORCH,  # the weights of a step take more than a cache
     )  # fmt: skip
 
 

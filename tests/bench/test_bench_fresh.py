@@ -1,5 +1,6 @@
 """Promises of `attnreg bench fresh`: no lengths come twice, right before fast, what the figures become."""
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -20,6 +21,7 @@ from attnreg.core.dispatch import call_cache
 from attnreg.tools.bench import fresh, report
 from attnreg.tools.bench.fresh import attention, turns
 from attnreg.tools.bench.fresh.attention import dense_shapes, growing, packed_shapes, settings_of
+from attnreg.tools.bench.fresh.turns import FreshRow, Stream, Way
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BOTH, FORWARD, trains
 from attnreg.tools.cli.bench import PARTS
@@ -142,12 +144,47 @@ def test_no_two_new_calls_of_a_row_have_the_same_lengths_and_repeated_calls_draw
     assert len(set(sizes)) == len(sizes)
 
 
+@pytest.mark.parametrize(("stream", "batches"), [("same", [0, 0, 0, 0]), ("new", [0, 1, 2, 3])])
+def test_what_a_call_reads_is_read_before_it_whether_its_batch_repeats_or_not(stream, batches):
+    events = []
+    side = Way(lambda batch: lambda: events.append(("call", batch)) or [], contextlib.nullcontext)
+    streams = {name: Stream(itertools.count().__next__, repeats=name == "same") for name in ("same", "new")}
+    row = FreshRow(
+        "a part", "a case", FORWARD, {"a side": side}, streams, None, lambda x: events.append(("touch", x))
+    )
+    turns._Turns(row, "a side", CPU).turn(stream)
+    assert events == [(what, batch) for batch in batches for what in ("touch", "call")]
+
+
+def test_touching_a_batch_reads_the_memory_of_the_cache_as_far_as_it_is_held(monkeypatch):
+    rows = attention.rows(Job(CPU, ("cpu",), 1, parts=("decode",)))
+    (row,) = (row for row in rows if attention.KVCACHE in row.case)
+    side, batch, shapes = row.sides[OURS], row.streams["new"].draw(), []
+    side.prepared(batch)
+    summed = torch.Tensor.sum
+    monkeypatch.setattr(torch.Tensor, "sum", lambda x: shapes.append((*x.shape,)) or summed(x))
+    row.touch(batch)
+    assert shapes == [(8, 1, 2, 16), (8, 8, 2, 16), (8, 8, 2, 16)]
+
+
+def test_a_forward_alone_computes_without_a_gradient():
+    rows = [row for row in attention.rows(Job(CPU, ("cpu",), 1)) if row.step == FORWARD]
+    sides = [(row, side) for row in rows for side in row.sides.values()]
+    for row, side in sides:
+        batch = row.streams["new"].draw()
+        assert batch.sets[0].q.requires_grad
+        with side.within():
+            (out,) = side.prepared(batch)()
+        assert not out.requires_grad
+    assert len(sides) > 10
+
+
 def first_of(shapes, count):
     return list(itertools.islice(shapes, count))
 
 
 def test_lengths_grow_by_one_come_once_and_take_about_as_long_where_they_are_many():
-    grown = first_of(growing(600, (32, 8), 128, "bfloat16", False), 5)
+    grown = first_of(growing(range(600, 2000), (32, 8), 128, "bfloat16", False), 5)
     assert [shape.lens_k for shape in grown] == [(length,) * 8 for length in range(600, 605)]
     assert {shape.lens_q for shape in grown} == {(1,) * 8}
     packed = first_of(packed_shapes(4096, 16, 16, 128, True), 300)

@@ -33,8 +33,11 @@ VARLEN, SDPA, KVCACHE, DENSE = "varlen_attn", "SDPA", "flash_attn_with_kvcache",
 IN_FLASH_LAYOUT = KVCACHE, DENSE
 
 SEQUENCES = 8
-# Keys that a cache has room for, and how many of them it holds at most.
-ROOM, HELD = 2048, 2000
+# Keys that a cache of `flash_attn_with_kvcache` has room for.
+ROOM = 2048
+# How many keys a cache holds: more from call to call of all sides, and after the last number from the first.
+# On a CPU a call of many keys would show the kernel's time, and not the host's work.
+HELD = {"cuda": range(600, 2000), "cpu": range(8, 72)}
 # A batch whose numbers have come before is drawn anew so often; then all have come, and all may come again.
 ATTEMPTS = 200
 
@@ -74,10 +77,9 @@ def packed_shapes(longest: int, *rest: Any) -> Iterator[Case]:
         yield packed(lengths, *rest)
 
 
-def growing(first: int, heads: tuple[int, int], dim: int, dtype: str, varlen: bool) -> Iterator[Case]:
-    """Yield single queries over a cache that grows by a key at each call."""
-    for number in itertools.count():
-        keys = first + number % (HELD - first)
+def growing(held: range, heads: tuple[int, int], dim: int, dtype: str, varlen: bool) -> Iterator[Case]:
+    """Yield single queries over a cache that grows by a key at each call, until it begins anew."""
+    for keys in itertools.cycle(held):
         yield decode(SEQUENCES, 1, keys, *heads, dim, dtype, varlen)
 
 
@@ -100,12 +102,12 @@ def settings_of(device: str) -> list[Setting]:
         )
         for length, heads, dim in longest
     ]  # fmt: skip
-    first, heads, dim = (600, (32, 8), 128) if gpu else (8, (2, 2), 16)
+    held, (heads, dim) = HELD[device], ((32, 8), 128) if gpu else ((2, 2), 16)
     wanted += [
         Setting(
             "decode", front, f"decoding, {front}, {SEQUENCES} sequences, "
-            f"heads {heads[0]}:{heads[1]} of {dim}, {first} keys and more",
-            functools.partial(growing, first, heads, dim, dtype, front == VARLEN), (FORWARD,),
+            f"heads {heads[0]}:{heads[1]} of {dim}, {held[0]} keys and more",
+            functools.partial(growing, held, heads, dim, dtype, front == VARLEN), (FORWARD,),
         )
         for front in (SDPA, KVCACHE, VARLEN)
     ]  # fmt: skip
@@ -131,10 +133,12 @@ def rows(job: Job) -> list[FreshRow]:
 def _row(setting: Setting, step: str, job: Job) -> FreshRow:
     # The batches that the repeating stream drops aren't missing from the new ones.
     draw_same, draw_new = (_drawing(setting.shapes(), job) for _ in range(2))
+    cache = _Cache() if setting.front == KVCACHE else None
     return FreshRow(
-        setting.part, setting.case, step, _sides(setting, step, job),
+        setting.part, setting.case, step, _sides(setting, step, job, cache),
         {SAME: Stream(draw_same, repeats=True), NEW: Stream(draw_new)},
-        functools.partial(_verdict, setting.front), f"torch's {setting.front}",
+        functools.partial(_verdict, setting.front), _touch if cache is None else cache.touch,
+        f"torch's {setting.front}",
     )  # fmt: skip
 
 
@@ -146,11 +150,20 @@ def _verdict(front: str, batch: Batch, results: list[Tensor]) -> Verdict:
     return batch.verdict(results, batch.sets if front in IN_FLASH_LAYOUT else batch.front_sets)
 
 
-def _sides(setting: Setting, step: str, job: Job) -> dict[str, Way]:
+def _touch(batch: Batch) -> None:
+    """Read the tensors of a batch."""
+    for x in batch.sets[0]:
+        x.detach().sum()
+
+
+def _sides(setting: Setting, step: str, job: Job, kvcache: _Cache | None) -> dict[str, Way]:
     """Return what is compared: torch's function, the package's own, attnreg by choice, and each backend."""
     front, gpu = setting.front, job.device.type == "cuda"
-    fronts: dict[str, FrontOf] = {KVCACHE: _Cache().front, DENSE: functools.partial(_flash, flash_attn_func)}
-    ours = fronts.get(front, lambda batch: batch.with_attnreg)
+    ours: FrontOf = (
+        kvcache.front if kvcache is not None
+        else functools.partial(_flash, flash_attn_func) if front == DENSE
+        else lambda batch: batch.with_attnreg
+    )  # fmt: skip
     chosen = functools.partial(settings, "measured", job.table, job.backends) if front == SDPA else by_default
     ways: dict[str, tuple[FrontOf, Any, str]] = {}
     if front == SDPA or (front == VARLEN and gpu):  # there is no kernel for torch's on a CPU
@@ -215,6 +228,12 @@ class _Cache:
         lengths.fill_(held)
         new = keys[:, held:], values[:, held:]
         return lambda q, k, v: flash_attn_with_kvcache(q, key_cache, value_cache, *new, cache_seqlens=lengths)
+
+    def touch(self, batch: Batch) -> None:
+        """Read the query of a batch, and as many keys and values of the memory as it has keys."""
+        batch.sets[0].q.detach().sum()
+        for x in self._memory(batch.sets[0].k)[:2]:
+            x[:, : batch.case.max_k].sum()
 
     def _memory(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self._kept is None:

@@ -79,6 +79,8 @@ class FreshRow:
         sides: The sides by name.
         streams: The streams by name. The first stream repeats a batch.
         verdict: Returns how wrong the results of a batch are.
+        touch: Reads what a prepared call of a batch reads. Otherwise new tensors, which were just written,
+            would lie in a cache of the device, and tensors of a batch that repeats would not.
         yardstick: The name of the side to compare with. No side may have it.
     """
 
@@ -88,6 +90,7 @@ class FreshRow:
     sides: Mapping[str, Way]
     streams: Mapping[str, Stream]
     verdict: Callable[[Any, list[Tensor]], Verdict]
+    touch: Callable[[Any], object]
     yardstick: str = ""
 
     def __str__(self) -> str:
@@ -138,9 +141,10 @@ class _Turns:
         reset_stats()
         with self._side.within():
             for number in range(WARM_UP + EACH):
-                batch = stream.draw()
+                newest = stream.draw()
                 if run is None or not stream.repeats:
-                    run = self._side.prepared(batch)
+                    batch, run = newest, self._side.prepared(newest)
+                self._row.touch(batch)
                 seconds, _ = self._time(run)
                 lasts = time.monotonic() - begun
                 if number >= WARM_UP or lasts > TURN_SECONDS / 2:
