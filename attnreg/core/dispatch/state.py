@@ -234,8 +234,9 @@ class CallKind:
         If `builders` run none, and times alone decide, each plan serves its step of lengths: the cost of
         building only makes the builders dearer. Else plans are forgotten.
         """
-        is_known = len(self.shapes) < FEW_SHAPES or self.key_of_shape(lengths) in self.shapes
-        if self.brings_new_shapes or is_known:
+        if self.brings_new_shapes or len(self.shapes) < FEW_SHAPES:
+            return False
+        if self.key_of_shape(lengths) in self.shapes:
             return False
         self.brings_new_shapes = True
         plans = list(self.plans.values())
