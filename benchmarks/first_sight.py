@@ -1,14 +1,17 @@
 """What choosing costs at first sight: calls of lengths that the program has never had, on random shapes.
 
-    python benchmarks/first_sight.py [--count N] [--seed S] [--seconds S] [--backends FA4,FA2] [--out FILE]
+    python benchmarks/first_sight.py [--seed S] [--start N] [--count N] [--seconds S] [--backends FA4,FA2]
+        [--out FILE]
 
 The shapes are those of `attnreg bench selection --random`. Each side makes calls of a shape's kind, whose
-lengths are up to a quarter shorter. As long as a shape has other lengths, none repeat. The first
-twelve don't count: the kind is decided in them, and `adaptive` has its turns. Before all of them each backend
-by name makes a call of the shape itself, which loads and compiles its kernels. A batch is drawn before each
-call. A figure is the median of
-further calls, from an idle device to an idle device, and their mean, which counts each decision that new
-lengths need. The ratio is to the backend with the least median among those that always run. Dense calls never
+lengths are up to a quarter shorter. As long as a shape has other lengths, none repeat. A batch is drawn
+before each call. The first twelve calls don't count: the kind is decided in them, and `adaptive` has its
+turns. Before all of them each backend by name makes a call of the shape itself, which loads and compiles
+its kernels.
+
+A figure is the median of further calls, from an idle device to an idle device, and their mean, which counts
+each decision that new lengths need. The ratio is to the backend with the least median among those that
+always run. *together* is the sum of a way's times, over the sum for these backends. Dense calls never
 always run on cuDNN: for each new shape it builds an execution plan, which takes 50 ms.
 """
 
@@ -19,7 +22,7 @@ import functools
 import random
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +40,7 @@ from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import shuffled, timer_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -146,30 +149,68 @@ def measure(
     return taken
 
 
-def ratios(taken: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
-    """Return of each way its median and its mean over those of the best backend."""
+class Ratios(NamedTuple):
+    """What a way took on a shape, over the backend with the least median: medians, means, and both sums."""
+
+    medians: float
+    means: float
+    own: float
+    best: float
+
+
+def ratios(taken: dict[str, list[float]]) -> dict[str, Ratios]:
+    """Return the ratios of each way, of the seconds of its calls."""
     medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
     best = min((name for name in medians if name.startswith(FIXED)), key=medians.__getitem__)
     means = {name: statistics.fmean(seconds) for name, seconds in taken.items()}
-    return {name: (medians[name] / medians[best], means[name] / means[best]) for name in taken}
+    return {
+        name: Ratios(medians[name] / medians[best], means[name] / means[best], sum(seconds), sum(taken[best]))
+        for name, seconds in taken.items()
+    }
+
+
+def summary(numbers: Sequence[float]) -> str:
+    """Return mean, median and maximum."""
+    of_all = statistics.fmean(numbers), statistics.median(numbers), max(numbers)
+    return ", ".join(f"{number:.3f}" for number in of_all)
+
+
+def report(rows: list[dict[str, Any]], names: Sequence[str]) -> None:
+    """Print the ratios of each way."""
+    for step in (FORWARD, BOTH):
+        measured = [(row["case"], ratios(row["seconds"][step])) for row in rows if step in row["seconds"]]
+        cells = []
+        for way in (CHOSEN, ADAPTIVE, *(FIXED + name for name in names)):
+            both = [each[way] for _, each in measured if way in each]
+            if not both:
+                continue
+            worst = max(measured, key=lambda row: row[1][way].medians if way in row[1] else 0.0)[0]
+            medians, means = ([getattr(each, name) for each in both] for name in ("medians", "means"))
+            together = sum(each.own for each in both) / sum(each.best for each in both)
+            counts = f"{together:.3f}", str(len(both)), worst
+            cells.append((way, summary(medians), summary(means), *counts))
+        header = ("way", "medians: mean, median, worst", "mean times", "together", "shapes", "worst shape")
+        show(f"{step}, over the best backend", header, cells)
 
 
 def main() -> None:
     """Measure shapes while there is time, and print the ratios."""
     parser = parser_of(__doc__, rounds=2, devices=("cpu", "cuda"))
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--start", type=int, default=0, help="the number of the first shape")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--backends", default="FA4,FA2,cuDNN", help="comma list")
     options = parser.parse_args()
     show_machine()
     device, names = torch.device(options.device), options.backends.split(",")
-    shapes = [drawn(options.seed, number, device.type) for number in range(options.count)]
+    numbers = range(options.start, options.start + options.count)
+    shapes = [drawn(options.seed, number, device.type) for number in numbers]
     deadline, rows = time.monotonic() + options.seconds, []
     specs = [shape.spec(planning.device_of(device), needs_backward=trains(shape)) for shape in shapes]
     compile_ahead(specs, [registry.find(name) for name in names], options.seconds)
     with adaptive.from_nothing():
-        for number, shape in enumerate(shapes):
+        for number, shape in zip(numbers, shapes, strict=True):
             if time.monotonic() > deadline:
                 break
             ways = {
@@ -183,19 +224,7 @@ def main() -> None:
             taken = measure(shape, ways, device, options.rounds, f"{options.seed}/{number}")
             rows.append({"case": shape.name, "seconds": taken})
             save(options.out, rows)
-    for step in (FORWARD, BOTH):
-        measured = [(row["case"], ratios(row["seconds"][step])) for row in rows if step in row["seconds"]]
-        cells = []
-        for way in (CHOSEN, ADAPTIVE, *(FIXED + name for name in names)):
-            both = [each[way] for _, each in measured if way in each]
-            if not both:
-                continue
-            medians, means = zip(*both, strict=True)
-            worst = max(measured, key=lambda row: row[1].get(way, (0.0,))[0])[0]
-            numbers = statistics.fmean(medians), max(medians), statistics.fmean(means), max(means)
-            cells.append((way, *(f"{number:.3f}" for number in numbers), str(len(both)), worst))
-        header = ("way", "medians", "worst", "means", "worst mean", "shapes", "worst shape")
-        show(f"{step}, over the best backend", header, cells)
+    report(rows, names)
 
 
 if __name__ == "__main__":
