@@ -35,8 +35,8 @@ IN_FLASH_LAYOUT = KVCACHE, DENSE
 SEQUENCES = 8
 # Keys that a cache of `flash_attn_with_kvcache` has room for.
 ROOM = 2048
-# How many keys a cache holds: more from call to call of all sides, and after the last number from the first.
-# On a CPU a call of many keys would show the kernel's time, and not the host's work.
+# How many keys a cache holds, by device: one more in each call of all sides, then again the first number.
+# On a CPU the time of a call of many keys would be the kernel's, and the host's work would not show.
 HELD = {"cuda": range(600, 2000), "cpu": range(8, 72)}
 # A batch whose numbers have come before is drawn anew so often; then all have come, and all may come again.
 ATTEMPTS = 200
